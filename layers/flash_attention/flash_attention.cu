@@ -172,7 +172,7 @@ struct BackwardScratch {
     BackwardScratch(int64_t B, int64_t T, int64_t H, int64_t K, int64_t D, int64_t Dv, FlashTier tier) {
         if (tier == FlashTier::hopper) sums = hopper_sums(B, T, H, K, D, Dv);
         const int64_t rows = B * H * T, slots = sums.n_slots;
-        first_count = round_up(rows, 4), first_sum = first_count + round_up(sums.counts(slots), 4);
+        first_count = round_up(rows, 4), first_sum = first_count + round_up(sums.counts(), 4);
         n = slots > 0 ? first_sum + slots * sums.slot_floats : rows;
     }
 };
@@ -267,7 +267,7 @@ FlashDelta flash_delta_in(Tensor scratch, int64_t B, int64_t T, int64_t H, int64
     const Tensor floats = scratch_as("flash_attention_backward", scratch, {parts.n});
     FlashDelta in{floats.slice(0, B * H * T).view({B, H, T}), {}};
     if (parts.sums.n_slots == 0) return in;
-    in.zeros = floats.slice(parts.first_count, parts.sums.counts(parts.sums.n_slots));
+    in.zeros = floats.slice(parts.first_count, parts.sums.counts());
     in.zeros.dtype = DType::i32;
     return in;
 }

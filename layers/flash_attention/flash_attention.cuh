@@ -160,12 +160,11 @@ void flash_backward_mma(const FlashArguments& arguments, cudaStream_t stream);
 void flash_forward_hopper(const FlashArguments& arguments, cudaStream_t stream);
 void flash_backward_hopper(const FlashArguments& arguments, cudaStream_t stream);
 void flash_backward_hopper_wide(const FlashArguments& arguments, cudaStream_t stream);  // heads of more than 128
-// What flash_backward_hopper needs beside delta (hopper_backward.cu says why): one slot or more of dq_sums, from a
-// multiple of 16 bytes on, and for each slot dq_counts, with one int before all, zeros. With fewer slots than n_slots
-// blocks wait for each other; the bits are the same. n_slots = 0: heads of more than 128 columns need nothing.
+// What flash_backward_hopper needs beside delta (hopper_backward.cu says why): slots of dq_sums, from a multiple of 16
+// bytes on, and for each slot dq_counts, with one int before all, zeros. Heads of more than 128 columns need no slot.
 struct HopperSums {
     int64_t n_slots, slot_floats, slot_counts;
-    int64_t counts(int64_t slots) const { return 1 + slots * slot_counts; }
+    int64_t counts() const { return 1 + n_slots * slot_counts; }
 };
 HopperSums hopper_sums(int64_t B, int64_t T, int64_t H, int64_t K, int64_t D, int64_t Dv);
 
