@@ -294,9 +294,9 @@ class Adafactor final : public Optimizer {
                                     matrices_.size() * sizeof(MatrixScale) / sizeof(float)) +
                divided_n_ + n_cut_;
     }
-    std::vector<int64_t> sums() const override {
+    std::vector<Tensor> sums() const override {
         if (n_cut_ == 0) return {};
-        return {divided_n_, n_cut_};
+        return {make_tensor(nullptr, DType::f32, {divided_n_}), make_tensor(nullptr, DType::f32, {n_cut_})};
     }
     void use_sums(const SumOverRanks& sum) override { sum_ = sum; }
     void use_scratch(Tensor scratch) override { scratch_ = scratch; }

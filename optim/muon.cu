@@ -11,7 +11,8 @@
 // all others. If X = U S V^T, U V^T has the same directions, each as large as any other. The iteration approximates it
 // without an SVD: an odd polynomial in X acts on its singular values alone, and this one makes small values 3.4 times
 // larger each time, but does not converge to 1. All of it is matrix products: 5 (4 r^2 c + 2 r^3) flops, where r <= c
-// are the sides of W.
+// are the sides of W. bf16 does for them, as in the author's reference, because a singular value may end anywhere near
+// 1; training in 16 bits or fewer takes it (OptimizerOptions::ns_dtype): a GPU's tensor cores are many times as fast.
 //
 // The scale is that of the author's reference: an orthogonal X with R > C changes the root mean square of a layer's R
 // outputs only by sqrt(C / R) of what a square matrix does, and the factor sqrt(R / C) compensates for that.
@@ -152,10 +153,10 @@ class Muon final : public Optimizer {
         norm_ = take(DType::f32, 2, kAlignN);
         norm_scratch_ = take(DType::f32, grad_norm_scratch_n(max_n_), 0);
     }
-    std::vector<int64_t> sums() const override {
-        std::vector<int64_t> all;
+    std::vector<Tensor> sums() const override {
+        std::vector<Tensor> all;
         for (const Matrix& matrix : matrices_)
-            if (matrix.is_cut) all.push_back(matrix.whole_n());
+            if (matrix.is_cut) all.push_back(make_tensor(nullptr, options_.ns_dtype, {matrix.whole_n()}));
         return all;
     }
     void use_sums(const SumOverRanks& sum) override { sum_ = sum; }

@@ -226,7 +226,7 @@ struct OptimizerOptions {
     float clip_threshold = 1;       // adafactor: largest root mean square of an update before lr
     float min_scale = 1e-3f;        // adafactor: lower limit of a parameter's root mean square, which scales its steps
     int ns_steps = 5;               // muon: Newton-Schulz iterations
-    DType ns_dtype = DType::f32;    // muon: precision of their matrices; on GPUs bf16 is many times faster
+    DType ns_dtype = DType::f32;    // muon: precision of their matrices, f32 or bf16
     float adamw_lr_ratio = 0.015f;  // muon: lr of the parameters that AdamW updates / lr of the matrices
 };
 
@@ -263,10 +263,10 @@ class Optimizer {
     // f32 elements of scratch that step() writes before it reads them: use_scratch() before the first step.
     virtual int64_t scratch_n() const { return 0; }
     virtual void use_scratch(Tensor) {}
-    // Parameters that are cut (Param::cut), of an optimizer that looks at whole matrices: f32 elements that step() adds
-    // up over the ranks that have the other parts, in the order of its calls; and the function that does so, in place.
-    // The ranks' parts of one parameter must be updated at the same time.
-    virtual std::vector<int64_t> sums() const { return {}; }
+    // Parameters that are cut (Param::cut), of an optimizer that looks at whole matrices: what step() adds up over the
+    // ranks that have the other parts, in the order of its calls (tensors without memory); and the function that does
+    // so, in place. The ranks' parts of one parameter must be updated at the same time.
+    virtual std::vector<Tensor> sums() const { return {}; }
     virtual void use_sums(const SumOverRanks&) {}
     // What step() computes beside its work on each element: products of matrices, in ns_dtype.
     struct Products {

@@ -76,10 +76,10 @@ class ByUnit final : public Optimizer {
     void use_scratch(Tensor scratch) override {
         for (const auto& optimizer : optimizers_) optimizer->use_scratch(scratch);
     }
-    std::vector<int64_t> sums() const override {
-        std::vector<int64_t> all;
+    std::vector<Tensor> sums() const override {
+        std::vector<Tensor> all;
         for (const auto& optimizer : optimizers_)
-            for (const int64_t n : optimizer->sums()) all.push_back(n);
+            for (const Tensor& sum : optimizer->sums()) all.push_back(sum);
         return all;
     }
     Products products() const override {

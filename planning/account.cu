@@ -74,8 +74,8 @@ int64_t fp8_maxima(const RankWork& rank) {
     return n;
 }
 
-// Numbers that the optimizers of all ranks with one share of the layers add up over the others (Optimizer::sums).
-std::vector<int64_t> optimizer_sums(const Trainer& t, const Model& model) {
+// What the optimizers of all ranks with one share of the layers add up over the others (Optimizer::sums).
+std::vector<Tensor> optimizer_sums(const Trainer& t, const Model& model) {
     if (model.sharding.host_updates()) return {};
     Arena counting("optimizer");
     const TrainOptions& o = t.options;
@@ -94,7 +94,7 @@ int64_t tensor_bytes(const Trainer& t, const RankWork& rank) {
     }
     const int64_t n = t.options.tp, numbers = 2 * (n - 1) * static_cast<int64_t>(t.step_sums().bytes());
     int64_t sums = 0;  // that optimizers make of what they update, as shared gradients
-    for (const int64_t sum : optimizer_sums(t, model)) sums += 2 * (n - 1) * 4 * sum;
+    for (const Tensor& sum : optimizer_sums(t, model)) sums += 2 * (n - 1) * static_cast<int64_t>(sum.bytes());
     const int64_t fp8 =
         4 * fp8_maxima(rank) + static_cast<int64_t>(model.fp8_states.exists() ? model.fp8_states.bytes() : 0);
     // With ZeRO each of the data-parallel ranks adds up its shard of the gradients, otherwise all of them everything.

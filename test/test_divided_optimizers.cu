@@ -112,9 +112,9 @@ std::vector<std::vector<float>> updated(const std::string& optimizer_name, int n
         for (int pass = 0; pass < 2; ++pass) {
             optimizer =
                 make_optimizer(optimizer_name, arena, params, flat_n, default_optimizer_options(optimizer_name));
-            int64_t largest = 1;
-            for (const int64_t sum : optimizer->sums()) largest = std::max(largest, sum);
-            world.count_memory([&] { world.all_reduce(make_tensor(nullptr, DType::f32, {largest}), nullptr); });
+            world.count_memory([&] {
+                for (const Tensor& sum : optimizer->sums()) world.all_reduce(sum, nullptr);
+            });
             world.take_memory(messages);
             if (pass == 0) arena.reserve(), messages.reserve();
         }

@@ -146,6 +146,8 @@ TEST_CASE("flags that say the same twice are no mistake", "[mistyped]") {
     CHECK(parse({"--init", "test/golden/gpt2"}).model == "");  // the weights bring their own
     CHECK(parse({"--init", "test/golden/gpt2", "--model", "test/golden/gpt2"}).model == "test/golden/gpt2");
     CHECK(parse({"--optimizer", "muon", "--momentum", "0.9"}).optimizer_options.momentum == 0.9f);
+    CHECK(parse({"--optimizer", "muon"}).optimizer_options.ns_dtype == DType::f32);
+    CHECK(parse({"--optimizer", "muon", "--dtype", "fp16"}).optimizer_options.ns_dtype == DType::bf16);
     CHECK(parse({"--plan", "--device-spec", "h100"}).device_spec == "h100");
     CHECK(parse({"--steps", "20", "--trace", "1,20"}).ranks.trace == "1,20");
 }

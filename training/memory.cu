@@ -148,8 +148,8 @@ void Trainer::take_tensor_parallel_memory() {
     if (model.layout.divides_columns()) sizes.geometry = geometry_sizes(model, acts);
     if (sampler) sizes.geometry.whole_rows = sampler->largest_step().tokens;
     sizes.overlap = options.tp_overlap;
-    sizes.largest_sum = model.fp8_states.n();
-    for (const int64_t n : optimizer->sums()) sizes.largest_sum = std::max(sizes.largest_sum, n);
+    sizes.sums = optimizer->sums();
+    if (model.fp8_states.n() > 0) sizes.sums.push_back(model.fp8_states);
     tensor_parallel->take_memory(sizes, memory.communication);
 }
 

@@ -51,6 +51,7 @@ void choose_precision(TrainOptions& o, const TypedFlags& typed) {
           "--master none needs --dtype bf16 or fp8: float32 has no other "
           "weights, and float16 lacks the range");
     p.master = p.dtype != DType::f32 && typed.master != "none";
+    if (p.dtype != DType::f32) o.optimizer_options.ns_dtype = DType::bf16;  // also of float16, which lacks the range
 
     const bool accumulates =
         (o.micro_batch != 0 && o.micro_batch < o.batch / o.data_ranks()) || o.recompute.head_chunks > 1;

@@ -214,8 +214,8 @@ class TensorParallel {
         Tensor numbers = {};                     // that a step adds up
         int64_t logits_n = 0;                    // numbers of the logits that gather_columns collects; 0: never
         ColumnGeometry::Sizes geometry = {};
-        bool overlap = false;     // --tp-overlap
-        int64_t largest_sum = 0;  // f32 numbers that are summed at a time beside those: an optimizer's, fp8's histories
+        bool overlap = false;           // --tp-overlap
+        std::vector<Tensor> sums = {};  // what is summed beside those: an optimizer's, fp8's histories
     };
     void take_memory(const Sizes& sizes, Arena& arena);
 

@@ -27,7 +27,7 @@ void TensorParallel::take_memory(const Sizes& s, Arena& arena) {
     staging_ = arena.take("staging", DType::f32, {1 << 18});
     const auto none = [](DType dtype, int64_t n) { return make_tensor(nullptr, dtype, {n}); };
     comm_.count_memory([&] {
-        if (s.largest_sum > 0) comm_.all_reduce(none(DType::f32, s.largest_sum), nullptr);
+        for (const Tensor& sum : s.sums) comm_.all_reduce(sum, nullptr);
         if (s.numbers.exists()) comm_.all_reduce(s.numbers, nullptr);
     });
     vocabulary_->count_memory([&] {
