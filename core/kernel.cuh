@@ -74,6 +74,13 @@ __device__ __forceinline__ T* dynamic_shared() {
 #endif
 }
 
+// The largest dynamic shared memory a block of `kernel` may have is raised before it is launched with more than 48 KiB.
+template <class Kernel>
+void allow_shared(Kernel* kernel, size_t bytes) {
+    if (bytes > (48 << 10))
+        cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+}
+
 // x, as if it were not known before. The compiler moves what does not change in a loop out of it, and then keeps it in
 // registers: of what is cheap to compute again, such as addresses that are functions of the thread, too many.
 template <class Int>

@@ -335,10 +335,6 @@ void dispatch_16_bit(DType dtype, F&& f) {
     if (dtype == DType::bf16) f(__nv_bfloat16{});
     else f(__half{});
 }
-template <class Kernel>
-void allow_shared(Kernel* kernel, int bytes) {  // a launch may use more than 48 KiB only if it is asked for
-    cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-}
 
 template <int kStages>
 void launch_mma(const Problem& p, cudaStream_t stream) {

@@ -232,6 +232,7 @@ void divided_norm_backward_parts(Tensor parts, Tensor dweight, Tensor dbias, Ten
     rows.launch("backward_parts_kernel", cost, x.dtype, [&](auto zero) {
         using Row = decltype(zero);
         using T = typename Row::Element;
+        allow_shared(backward_parts_kernel<T, Row::n, Row::kColumns>, rows.geometry.backward_shared_bytes);
         backward_parts_kernel<T, Row::n, Row::kColumns>
             <<<dim3(static_cast<unsigned>(blocks)), rows.geometry.backward_block, rows.geometry.backward_shared_bytes,
                stream>>>(parts.ptr<float>(), params, dout.ptr<T>(), x.ptr<T>(), weight.ptr<T>(),

@@ -184,6 +184,7 @@ void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dout, 
     dispatch_rows(inp.dtype, C, C, [&](auto zero) {
         using Row = decltype(zero);
         using T = typename Row::Element;
+        allow_shared(layernorm_backward_kernel<T, Row::n, Row::kColumns>, geometry.backward_shared_bytes);
         layernorm_backward_kernel<T, Row::n, Row::kColumns>
             <<<static_cast<unsigned>(R), geometry.backward_block, geometry.backward_shared_bytes, stream>>>(
                 dinp.ptr<T>(), params, dout.ptr<T>(), dsum ? dsum.ptr<T>() : nullptr, inp.ptr<T>(), weight.ptr<T>(),

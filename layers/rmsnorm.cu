@@ -165,6 +165,7 @@ void launch_backward(const char* name, const HeadColumns& dinp, Tensor dweight, 
     dispatch_rows(inp.rows.dtype, C, chunk_columns, [&](auto zero) {
         using Row = decltype(zero);
         using T = typename Row::Element;
+        allow_shared(rmsnorm_backward_kernel<T, Row::n, Row::kColumns>, geometry.backward_shared_bytes);
         rmsnorm_backward_kernel<T, Row::n, Row::kColumns>
             <<<grid, geometry.backward_block, geometry.backward_shared_bytes, stream>>>(
                 norm_rows<T>(dinp), params, norm_rows<const T>(dout), dsum ? dsum.ptr<T>() : nullptr,

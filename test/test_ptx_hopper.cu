@@ -14,11 +14,6 @@ namespace {
 #define NEEDS_HOPPER \
     if (!has_wgmma()) SKIP_TEST("needs a GPU of compute capability 9.0")
 
-template <class Kernel>
-void allow_shared(Kernel* kernel, size_t bytes) {
-    if (bytes > (48 << 10))
-        cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
-}
 void finish() { cudaCheck(cudaStreamSynchronize(device().stream)); }
 
 // Integers from -8 to 8: exact in all dtypes, and so are sums of 96 products of two of them.

@@ -113,15 +113,6 @@ __device__ __forceinline__ View view_of(const Mask& mask, int b, int t0, int n_r
     return {{first.first, last.end}, {last.first, first.end}};
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// The largest dynamic shared memory a block of `kernel` may have is raised before it is launched with more than 48 KiB.
-
-template <class Kernel>
-void allow_shared(Kernel* kernel, size_t bytes) {
-    if (bytes > (48 << 10))
-        cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
-}
-
 // Whether all rows of these heads start and end at multiples of 16 bytes.
 inline bool is_packed(std::initializer_list<HeadColumns> all) {
     for (const HeadColumns& heads : all) {
