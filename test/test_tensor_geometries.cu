@@ -191,7 +191,7 @@ TEST_CASE("--tp-mode refuses in one line what it cannot divide", "[program][rank
         {"gpt2", "--ranks 4 --tp 4 --tp-mode 4d", "--tp-mode 4d: use 1d, 2d, 2.5d or 3d"},
         {"gpt2", "--ranks 6 --tp 6 --tp-mode 2d", "a square of ranks is needed: --tp 4, 9 or 16"},
         {"gpt2", "--ranks 9 --tp 9 --tp-mode 3d", "a cube of ranks is needed: --tp 8, 27 or 64"},
-        {"gpt2", "--ranks 6 --tp 6 --tp-mode 2.5d", "depth x q x q ranks are needed"},
+        {"gpt2", "--ranks 16 --tp 16 --tp-mode 2.5d", "ranks are needed, with a depth of at least 2"},
         {"gpt2", "--ranks 8 --tp 8 --tp-mode 2.5d --tp-depth 3", "--tp-depth 3 says: --tp 12, 27 or 48"},
         {"gpt2", "--ranks 8 --tp 8 --tp-mode 2.5d --tp-depth -1", "--tp-depth must not be negative"},
         {"gpt2", "--ranks 4 --tp 4 --tp-mode 2d --tp-depth 2", "--tp-depth belongs to --tp-mode 2.5d"},

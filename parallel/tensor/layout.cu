@@ -64,8 +64,8 @@ TensorLayout tensor_layout(TensorMode mode, int rank, int size, bool sequence, i
         check(q > 1, "--tp ", size, " --tp-mode ", tensor_mode_name(mode), ": ",
               flat ? "a square of ranks is needed: --tp 4, 9 or 16"
               : depth == 0
-                  ? "depth x q x q ranks are needed, with q at least 2 and at least the depth, or as --tp-depth "
-                    "says: --tp 8, 18 or 27"
+                  ? "depth x q x q ranks are needed, with a depth of at least 2 and q at least the depth, or as "
+                    "--tp-depth says: --tp 8, 18 or 27"
                   : concat("depth x q x q ranks are needed, and --tp-depth ", depth, " says: --tp ", 4 * depth, ", ",
                            9 * depth, " or ", 16 * depth));
         layout.sizes = {depth, q, q};
