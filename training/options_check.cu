@@ -100,12 +100,12 @@ void choose_compression(TrainOptions& o, const std::string& name) {
     check(o.data_parallel.zero == 0 && !o.data_parallel.naive, "--compress ", name, " with ", data_parallel_mode(o),
           ": compressors make the whole "
           "sum for every rank, which only --dp-mode ddp without --zero asks for: leave one of the two away");
-    check(o.precision.grad_dtype == DType::f32, "--compress ", name,
-          " compresses float32 gradients: add --grad-dtype fp32");
     check(c.kind == Compression::bf16 || o.precision.dtype != DType::f16, "--compress ", name,
           " adds the errors of a step to the "
           "gradients of the next, which --dtype fp16 may have scaled otherwise, or made infinite: use --dtype bf16 or "
           "--compress bf16");
+    check(o.precision.grad_dtype == DType::f32, "--compress ", name,
+          " compresses float32 gradients: add --grad-dtype fp32");
 }
 
 void check_options(const TrainOptions& o) {
