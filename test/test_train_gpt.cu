@@ -105,6 +105,8 @@ TEST_CASE("--mask-documents changes the run, belongs to it, and needs documents"
     Outcome other = run_program("train_gpt", "--resume --mask-documents --out " + plain);
     CHECK(other.status == 2);
     CHECK(one_line_with(other.err.substr(0, other.err.size() - 1), "--mask-documents", "differs from the run in"));
+    other = run_program("train_gpt", "--resume --init gpt2 --out " + plain);
+    CHECK(one_line_with(other.err.substr(0, other.err.size() - 1), "--init gpt2", "which has no --init: leave"));
     CHECK(run_program("train_gpt", "--resume --mask-documents --out " + parts).status == 0);
 }
 
