@@ -90,7 +90,8 @@ void add_sampling_options(CommandLine& line, GenerateOptions& o, Typed& typed) {
                     "beam search: the most probable answers that so many beams find; 0: draw tokens");
     sampling.option("--length-penalty", o.length_penalty,
                     "beam search: an answer's score is divided by its length to this power");
-    sampling.option("--seed", s.seed, "of the random numbers");
+    sampling.option("--seed", s.seed,
+                    "of the random numbers; where it is not given, --serve draws one for each request");
 }
 
 void add_engine_options(CommandLine& line, GenerateOptions& o, Typed& typed) {
@@ -208,7 +209,11 @@ void settle(GenerateOptions& o, const Typed& typed, const CommandLine& line) {
         "--max-sequences, --step-tokens and --page-size can be at most ", kMost);
     check(o.draft.empty() || (o.engine.lookup == 0 && o.beams == 0 && o.eval.empty()),
           "--draft proposes tokens that are drawn next: it cannot be combined with --lookup, --beams or --eval");
+    check(o.engine.lookup == 0 || (o.beams == 0 && o.eval.empty()),
+          "--lookup proposes tokens that are drawn next: it cannot be combined with --beams or --eval");
     check(o.tp >= 1, "--tp ", o.tp, ": it must be at least 1");
+    check(o.tp == 1 || typed.graphs != "on",
+          "--graphs on cannot be combined with --tp: the ranks' messages are in no graph");
     check(o.tp == 1 || (o.draft.empty() && !o.chat && !o.serve && o.eval.empty() && o.weights == WeightFormat::none),
           "--tp cannot be combined with --draft, --chat, --serve, --eval or --weights");
     check(o.engine.draft_tokens >= 1 && (!o.draft.empty() || o.engine.draft_tokens == EngineOptions().draft_tokens),

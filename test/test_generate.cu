@@ -312,6 +312,8 @@ TEST_CASE("generate refuses in one line what cannot be", "[generate][program]") 
         {"--prompt a --draft " + trained_run() + " --lookup 2",
          "it cannot be combined with --lookup, --beams or --eval"},
         {"--prompt a --tp 2 --weights int8", "--tp cannot be combined with --draft, --chat, --serve, --eval or"},
+        {"--prompt a --tp 2 --graphs on", "--graphs on cannot be combined with --tp"},
+        {"--prompt a --beams 2 --lookup 2", "--lookup proposes tokens that are drawn next"},
         {"--prompt a --tp 5", "--tp 5"},
         {"--prompt a --graphs maybe", "--graphs maybe: use on, off or auto"},
         {"--prompt a --draft " + trained_run() + " --draft-tokens 0", "--draft-tokens 0: it must be at least 1"},
