@@ -15,8 +15,8 @@ in float64; what a loss does not show, the weights do.
 
 Where the bits hold: on x86-64 CPUs with fused multiply-add, for any number of OpenMP threads. By construction they depend neither on
 the width of the vectors (AVX2, AVX-512) nor on the optimisation level: floating-point operations are neither contracted nor
-reordered, sgemm has one order of summation, and exp and the 16- and 8-bit roundings are the program's own. Recorded with AVX2; one
-and two threads were compared, AVX-512 was not at hand. From the C library come log, cos, sin and pow in float64 (initial weights,
+reordered, sgemm has one order of summation, and exp and the 16- and 8-bit roundings are the program's own. Some were recorded
+with AVX2, some with AVX-512; one and two threads were compared. From the C library come log, cos, sin and pow in float64 (initial weights,
 rotary tables, Adam's corrections; stored as float32, which hides nearly all differences of a last digit) and logf in float32
 (losses). 19 runs kept their bits with glibc's variants of these functions that do without fused multiply-add.
 
