@@ -257,7 +257,9 @@ int generate(GenerateOptions options, Comm* ranks) {
             ready = get_ready(options, folder, draft);
         } catch (const Error&) {
             // A checkpoint that a run has removed meanwhile (train_gpt --keep) has a newer one in its place.
-            if (ranks || (is_there(folder) && (draft.empty() || is_there(draft)))) throw;
+            const bool is_newest = model_folder(options) == folder &&
+                                   (draft.empty() || find_model_folder("--draft", options.draft) == draft);
+            if (ranks || is_newest) throw;
         }
     }
     if (options.plan) return ready.task();

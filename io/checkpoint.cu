@@ -89,12 +89,14 @@ std::string CheckpointWriter::commit(int keep, int64_t best) {
 }
 
 std::vector<std::string> find_checkpoints(const std::string& run_folder) {
+    const std::string folder = checkpoints_folder(run_folder);
     std::vector<std::string> found;
-    std::error_code error;
-    for (const auto& entry : fs::directory_iterator(checkpoints_folder(run_folder), error)) {
-        if (is_step_name(entry.path().filename().string()) && entry.is_directory(error))
+    std::error_code error, ignored;
+    for (const auto& entry : fs::directory_iterator(folder, error)) {
+        if (is_step_name(entry.path().filename().string()) && entry.is_directory(ignored))
             found.push_back(entry.path().string());
     }
+    check(error != std::errc::permission_denied, "cannot read folder ", folder, ": ", error.message());
     std::sort(found.rbegin(), found.rend(), is_earlier);
     return found;
 }

@@ -9,10 +9,7 @@ namespace fs = std::filesystem;
 std::string find_model_folder(const std::string& flag, const std::string& path) {
     if (is_there(path + "/config.json")) return path;
     if (const auto newest = latest_checkpoint(path)) return *newest;
-    std::error_code error;
-    const bool is_a_folder = fs::is_directory(path, error);
-    check(error != std::errc::permission_denied, flag, " ", path, ": ", error.message());
-    check(!is_a_folder, flag, " ", path, ": there is neither a config.json in this folder (as in a ",
+    check(!is_folder(path), flag, " ", path, ": there is neither a config.json in this folder (as in a ",
           "Hugging Face folder or a checkpoint) nor a checkpoint in ", path, "/checkpoints (as in a run)");
     fail(flag, " ", path, ": there is no folder ", path,
          find_preset(path) ? " (a preset of --model has no weights)" : "",
@@ -23,12 +20,17 @@ std::string find_model_folder(const std::string& flag, const std::string& path) 
 std::string find_newest_run() {
     std::string newest;
     fs::file_time_type latest = fs::file_time_type::min();
-    std::error_code ignored;
-    for (const auto& run : fs::directory_iterator("runs", ignored)) {
-        const auto checkpoint = latest_checkpoint(run.path().string());
+    std::error_code error, ignored;
+    for (const auto& run : fs::directory_iterator("runs", error)) {
+        std::optional<std::string> checkpoint;
+        try {
+            checkpoint = latest_checkpoint(run.path().string());
+        } catch (const Error&) {  // somebody else's run, that may not be read
+        }
         if (!checkpoint) continue;
         const fs::file_time_type time = fs::last_write_time(*checkpoint, ignored);
         if (newest.empty() || time > latest) newest = run.path().string(), latest = time;
     }
+    check(error != std::errc::permission_denied, "cannot read folder runs: ", error.message());
     return newest;
 }

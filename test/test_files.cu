@@ -318,6 +318,19 @@ TEST_CASE("an older checkpoint that cannot be removed is said, and the new one i
     ::chmod((checkpoints + "/step-00000001").c_str(), 0777);
 }
 
+TEST_CASE("checkpoints that may not be read are not taken for none") {
+    TempFolder folder;
+    const std::string checkpoints = folder / "checkpoints";
+    CHECK(find_checkpoints(folder.path).empty());
+    CheckpointWriter(folder.path, 1).commit(1);
+    for (const std::string& closed : {checkpoints, folder.path}) {
+        ::chmod(closed.c_str(), 0);
+        const NotRoot not_root;
+        CHECK(one_line_with(error_of([&] { find_checkpoints(folder.path); }), checkpoints, "Permission denied"));
+    }
+    for (const std::string& path : {folder.path, checkpoints}) ::chmod(path.c_str(), 0777);
+}
+
 TEST_CASE("text files are read whole, also from a pipe") {
     TempFolder folder;
     write_text_file(folder / "text", "one\ntwo");

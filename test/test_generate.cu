@@ -384,3 +384,15 @@ TEST_CASE("a checkpoint that is removed while it is read gives way to a newer on
     CHECK(outcome.status == 0);
     CHECK(outcome.out == generate("--prompt 'Line 1' --tokens 5").out);
 }
+
+// Its name is too long to open it, and short enough to find it in its folder.
+TEST_CASE("a newest checkpoint that cannot be opened is an error, and not tried again", "[generate][program]") {
+    const TempFolder folder;
+    std::filesystem::copy(trained_run(), folder / "run", std::filesystem::copy_options::recursive);
+    std::string run = "run";
+    while (run.size() < 4090 - std::strlen("/checkpoints")) run.insert(0, "./");
+    const Outcome outcome =
+        run_program("generate", "--prompt a --model " + run, "cd " + folder.path + " && timeout 20");
+    CHECK(outcome.status == 2);
+    CHECK_THAT(outcome.err, ContainsSubstring("checkpoints/step-00000004/config.json"));
+}
