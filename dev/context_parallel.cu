@@ -46,6 +46,7 @@ struct Drawing {
     void box(double left, double top, double right, double bottom, Canvas::Color color, const std::string& text) const {
         canvas.fill(left, top, right, bottom, kWhite);
         canvas.fill(left + 1, top + 1, right - 1, bottom - 1, color);
+        check(Canvas::text_width(text, kText) < right - left, "the picture has no room for ", text);
         canvas.text({(left + right) / 2, (top + bottom) / 2 + kText / 2}, text, kText, kInk, Canvas::Align::center);
     }
     void arrow(Canvas::Point from, Canvas::Point to, Canvas::Color color) const {
@@ -144,15 +145,16 @@ struct Drawing {
 };
 
 void draw(const std::string& path, const ZigZag& zigzag) {
-    Canvas canvas(1080, 850);
+    const int more = std::max(0, zigzag.n - 4);  // ranks than fit at the smallest size
+    Canvas canvas(1080 + 105 * more, 850 + 52 * more);
     const Drawing drawing{canvas, zigzag};
     canvas.text({12, 24},
                 concat(zigzag.T, " tokens on ", zigzag.n, " ranks: ", 2 * zigzag.n, " chunks of ", zigzag.chunk(),
                        ", two a rank"),
                 10, kInk);
     drawing.pairs(90, 110, 400);
-    drawing.ring(580, 110, 420, 400);
-    drawing.ulysses(170, 610, 210);
+    drawing.ring(580, 110, 420 + 105 * more, 400);
+    drawing.ulysses(170, 610, 210 + 52 * more);
     canvas.save(path);
 }
 

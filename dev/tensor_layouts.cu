@@ -90,6 +90,8 @@ void draw_matrix(Canvas& canvas, const Geometry& geometry, size_t which, double 
     canvas.text({left, top - 12}, concat(m.across, " ->"), 8, kPale);
     canvas.text({left - 8, top + kSide}, concat("<- ", m.down), 8, kPale, Canvas::Align::left, false, true);
     const double height = kSide / static_cast<double>(rows.of), width = kSide / static_cast<double>(columns.of);
+    check(height > 12 && width - 4 > Canvas::text_width(concat(geometry.ranks - 1), 9), "--ranks ", geometry.ranks,
+          ": the picture has no room for their numbers");
     for (const auto& [at, label] : labels) {
         const double x = left + static_cast<double>(at.second) * width,
                      y = top + static_cast<double>(at.first) * height;
@@ -134,6 +136,7 @@ int main(int argc, char** argv) {
             else path = argument;
         }
         check(path.ends_with(".png"), "give a picture to draw: tensor_layouts layouts.png");
+        check(ranks <= 27, "--ranks ", ranks, ": at most 27 are drawn");
         check(mode.empty() == (ranks == 0), "--mode and --ranks belong together: --mode 2d --ranks 9");
         std::vector<Geometry> geometries = {
             {TensorMode::one_d, 4}, {TensorMode::two_d, 4}, {TensorMode::two_half_d, 8}, {TensorMode::three_d, 8}};

@@ -109,6 +109,9 @@ TEST_CASE("context_parallel shows balanced work, and draws the layout", "[progra
         CHECK(std::stod(w[5]) > 0);
     }
     CHECK(png_size(picture).first > 100);
+    // It grows with the ranks, or their names would lie one over the other.
+    REQUIRE(run_program("dev/context_parallel", picture + " --ranks 8 --seq 16 --rounds 1").status == 0);
+    CHECK(png_size(picture).first > 1080);
     check_refused("context_parallel", "", "give a picture");
     check_refused("context_parallel", "x.png --ranks 0", "--ranks 0: give a whole number of at least 1");
     check_refused("context_parallel", "x.png --ranks 9 --seq 18", "at most 8");
@@ -416,6 +419,8 @@ TEST_CASE("tensor_layouts draws the blocks, and says who sends", "[program][dev]
     check_refused("tensor_layouts", "", "give a picture");
     check_refused("tensor_layouts", "x.png --mode 2d --ranks 6", "a square of ranks");
     check_refused("tensor_layouts", "x.png --mode 2d", "belong together");
+    check_refused("tensor_layouts", "x.png --mode 3d --ranks 64", "at most 27 are drawn");
+    check_refused("tensor_layouts", "x.png --mode 1d --ranks 16", "no room for their numbers");
     check_refused("tensor_layouts", "x.png --size 2", "--size");
     check_refused("tensor_layouts", "x.png --mode 2d --ranks 4x", "--ranks 4x: give a whole number");
 }
