@@ -393,13 +393,16 @@ void write_roofline(const std::string& path, const std::string& title, const Acc
     }
     canvas.text({(x.first + x.last) / 2, y.first + 42}, "FLOPs for each byte moved", 10, kInk, Canvas::Align::center);
     canvas.text({22, (y.first + y.last) / 2}, "FLOP/s", 10, kInk, Canvas::Align::center, false, true);
-    const double ridge = account.rate / account.spec.reached_bytes;
-    canvas.line({{x.at(x.low), y.at(x.low * account.spec.reached_bytes)},
-                 {x.at(ridge), y.at(account.rate)},
-                 {x.at(x.high), y.at(account.rate)}},
-                2, kInk);
-    canvas.text({x.at(x.high) - 4, y.at(account.rate) - 8}, concat("products: ", human_count(account.rate), "FLOP/s"),
-                9, kInk, Canvas::Align::right);
+    const auto roof = [&](const char* what, double rate, double label) {
+        const double bytes = account.spec.reached_bytes, first = std::max(x.low, y.low / bytes);
+        canvas.line({{x.at(first), y.at(first * bytes)}, {x.at(rate / bytes), y.at(rate)}, {x.at(x.high), y.at(rate)}},
+                    2, kInk);
+        canvas.text({x.at(x.high) - 4, y.at(rate) + label}, concat(what, ": ", human_count(rate), "FLOP/s"), 9, kInk,
+                    Canvas::Align::right);
+    };
+    const bool has_8_bits = account.block_rate > account.rate;
+    roof("products", account.rate, has_8_bits ? 16 : -8);
+    if (has_8_bits) roof("in 8 bits", account.block_rate, -8);
     canvas.text({x.at(0.3), y.at(0.3 * account.spec.reached_bytes) - 14},
                 concat("memory: ", human_count(account.spec.reached_bytes), "B/s"), 9, kInk, Canvas::Align::right);
     canvas.text({820, 76}, "operation, launches", 9, kSoft);

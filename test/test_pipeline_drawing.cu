@@ -5,19 +5,11 @@
 #include <cmath>
 #include <regex>
 
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wunused-function"
-#pragma GCC diagnostic ignored "-Wunused-but-set-variable"
-#define STB_IMAGE_IMPLEMENTATION
-#define STB_IMAGE_STATIC
-#define STBI_ONLY_PNG
-#include <stb/stb_image.h>
-#pragma GCC diagnostic pop
-
 #include "json.h"
 #include "planning/planning.h"
 #include "program.h"
 #include "run_models.h"
+#include "stb_image.h"
 #include "train_runs.h"
 
 namespace {

@@ -5,16 +5,8 @@
 #include <cmath>
 #include <random>
 
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wunused-function"
-#pragma GCC diagnostic ignored "-Wunused-but-set-variable"
-#define STB_IMAGE_IMPLEMENTATION
-#define STB_IMAGE_STATIC
-#define STBI_ONLY_PNG
-#include <stb/stb_image.h>
-#pragma GCC diagnostic pop
-
 #include "io/io.h"
+#include "stb_image.h"
 #include "temp_folder.h"
 #include "test.h"
 

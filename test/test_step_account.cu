@@ -2,6 +2,7 @@
 // 124M on an H100 keeps its promises.
 #include "layers/layers.h"
 #include "program.h"
+#include "stb_image.h"
 
 #include <algorithm>
 #include <sstream>
@@ -139,6 +140,35 @@ TEST_CASE("the account of other runs: groups of products, rates of fp8 and of th
                              " tokens/s predicted");
     };
     if (has_fp8()) CHECK(predicted("fp8") > predicted("bf16"));
+    // The picture has the roof of 16 bits and, where there are products of 8, theirs. Where an operation has one FLOP
+    // for a byte the roof is the rate of copies. The axis of FLOP/s ends at twice `decade`, and begins 20000 times
+    // lower.
+    struct Roofs {
+        int n = 0;
+        double copies = 0;
+    };
+    const auto roofs = [&](const std::string& dtype, double decade) {
+        const TempFolder pictures;
+        account("--model tiny --batch 2 --seq 128 --device-spec h100 --dtype " + dtype + " --out " + pictures.path);
+        int width = 0, height = 0, channels = 0;
+        uint8_t* pixels = stbi_load((pictures / "account.png").c_str(), &width, &height, &channels, 1);
+        REQUIRE(pixels != nullptr);
+        const auto is_dark = [&](int x, int y) { return pixels[y * width + x] < 100; };
+        Roofs found;
+        for (int y = 81; y < 600; ++y) {
+            found.n += is_dark(778, y) && !is_dark(778, y - 1);
+            if (found.copies == 0 && is_dark(255, y)) found.copies = 2 * decade * std::pow(20000, (80.0 - y) / 520);
+        }
+        stbi_image_free(pixels);
+        return found;
+    };
+    const Roofs bf16 = roofs("bf16", 1e15);
+    CHECK(bf16.n == 1);
+    if (has_fp8()) {
+        const Roofs fp8 = roofs("fp8", 1e16);
+        CHECK(fp8.n == 2);
+        CHECK(fp8.copies == Approx(bf16.copies).epsilon(0.05));
+    }
     // Muon's products are in float32, also where the model's are not.
     const TempFolder folder;
     account("--model llama-1b --dtype bf16 --optimizer muon --batch 1 --seq 16 --device-spec h100 --out " +
