@@ -36,7 +36,9 @@ out=$(cd "$WINDOW_OUT" && pwd)
 log=$out/log.txt
 table=$out/table.md
 work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
+session=
+end_session() { [ -z "$session" ] || pkill -KILL -s "$session"; session=; }
+trap 'end_session; rm -rf "$work"' EXIT
 SECONDS=0
 failed=0
 attention=auto
@@ -54,14 +56,18 @@ row() {
     echo "| $1 | $result | $3 | $4 |" | tee -a "$table"
 }
 # limited LIMIT COMMAND...: its output goes to $work/out and to the log. Never longer than what is left of the window. A process
-# that waits for a kernel that never ends does not answer SIGTERM.
+# that waits for a kernel that never ends does not answer SIGTERM, and would keep the GPU after the script that started it has
+# ended: so each command has a session of its own, of which nothing is left.
 limited() {
     local limit=$1 status=0
     shift
     [ "$limit" -gt "$(left)" ] && limit=$(left)
     [ "$(left)" -lt 5 ] && echo "no time left" > "$work/out" && return 124
     { echo "==== $((SECONDS)) s, at most $limit s: $*"; } >> "$log"
-    timeout --kill-after=2 "$limit" "$@" > "$work/out" 2>&1 || status=$?
+    setsid timeout --kill-after=2 "$limit" "$@" > "$work/out" 2>&1 &
+    session=$!
+    wait "$session" || status=$?
+    end_session
     cat "$work/out" >> "$log"
     return $status
 }

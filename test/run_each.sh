@@ -36,7 +36,13 @@ if [ "$1" = --one ]; then
     # A test's name as Catch2 takes it; one that begins with "-" would be an option.
     spec=$(printf %s "$name" | sed -e 's/[][\\,"]/\\&/g' -e 's/^[-~*]/\\&/')
     status=0 started=$SECONDS
-    { LLM_TEST_LOG=$file.log timeout --kill-after=5 "$limit" ${TEST_WITH:-} "$RUN_TESTS" "$spec" > "$file.out" 2>&1 < /dev/null || status=$?; } 2> /dev/null
+    # timeout has a process group of its own. What is left in it would keep the GPU: programs that the test has started, and that
+    # wait for a kernel that never ends.
+    {
+        LLM_TEST_LOG=$file.log timeout --kill-after=5 "$limit" ${TEST_WITH:-} "$RUN_TESTS" "$spec" > "$file.out" 2>&1 < /dev/null &
+        wait $! || status=$?
+        kill -KILL -- -$!
+    } 2> /dev/null
     if [ $is_cut = 1 ] && { [ $status = 124 ] || [ $status = 137 ]; }; then
         printf 'left out\t%s\n' "$name" > "$file.log"
         exit 0

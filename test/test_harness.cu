@@ -41,6 +41,10 @@ void make_executable(const std::string& path, const std::string& text) {
     std::filesystem::permissions(path, std::filesystem::perms::owner_all);
 }
 
+// What a program that pretends starts and leaves behind.
+const std::string left_running = concat("sleep 60.", getpid());
+bool is_left_running() { return run_shell(concat("pgrep -f 'slee[p]", left_running.substr(5), "'")).status == 0; }
+
 // The beginning of a run_tests that pretends: it lists these tests, once, and logs that one passed.
 std::string pretend_to_test(const std::string& names) {
     return concat("case \"$*\" in --list-test-names-only | *--list*'~[program]~[alone]~[.]'*) printf '", names,
@@ -392,11 +396,11 @@ TEST_CASE("make gpu-window: a kernel that hangs and one that traps do not stop t
     std::filesystem::create_directories(build);
     std::filesystem::create_directories(bin);
     make_executable(bin + "/nvidia-smi", "echo 'NVIDIA Pretender, 1.2'\n");
-    make_executable(
-        build + "/run_tests",
-        pretend_to_test("works\\nhangs\\ntraps") +
-            "case $1 in hangs) trap '' TERM; while :; do sleep 1; done ;;"
-            " traps) echo 'CUDA: an illegal instruction was trapped: error'; exit 42 ;; *) echo ok ;; esac\n");
+    make_executable(build + "/run_tests",
+                    pretend_to_test("works\\nhangs\\ntraps\\nleaves") +
+                        "case $1 in hangs) trap '' TERM; while :; do sleep 1; done ;;"
+                        " traps) echo 'CUDA: an illegal instruction was trapped: error'; exit 42 ;;" +
+                        concat(" leaves) timeout 60 ", left_running, " & echo ok ;;") + " *) echo ok ;; esac\n");
     const Outcome outcome = run_script(
         "gpu_window.sh",
         concat("PATH=", bin,
@@ -408,10 +412,16 @@ TEST_CASE("make gpu-window: a kernel that hangs and one that traps do not stop t
     for (const std::string row :
          {"gpu-window on NVIDIA Pretender, 1.2, 60 s", "| smoke: hangs (STOPPED after 1 s)",
           "| smoke: traps (status 42, 0 s): CUDA: an illegal instruction was trapped",
-          "1 passed, 2 failed; what follows uses --attention mma", "| training: gpt2, bf16, 64 x 1024 | FAILED"})
+          "2 passed, 2 failed; what follows uses --attention mma", "| training: gpt2, bf16, 64 x 1024 | FAILED"})
         CHECK_THAT(table, ContainsSubstring(row));
     CHECK(count(table, "smoke: works") == 0);
     CHECK_THAT(outcome.out, ContainsSubstring(table));
+    CHECK(!is_left_running());
+
+    // Nor does a test leave a program to the next one.
+    make_executable(build + "/run_tests", concat(pretend_to_test("leaves"), left_running, " &\n"));
+    CHECK(run_shell("test/run_each.sh " + build).status == 0);
+    CHECK(!is_left_running());
 }
 
 TEST_CASE("make gpu-bundle: what a machine without a network lacks", "[program][harness]") {
