@@ -45,6 +45,8 @@ tab=$'\t'
 say() { echo "$*" | tee -a "$log" >&2; }
 wants() { [[ " $1 " == *" $2 "* ]]; }
 seconds_left() { if [ "$BENCH_SECONDS" = 0 ]; then echo 36000; else echo $((BENCH_SECONDS - SECONDS)); fi; }
+# timeout's: not 0, which is no limit. With --kill-after, for what waits for a kernel that never ends, and does not answer SIGTERM.
+limit() { echo $(($(seconds_left) > 1 ? $(seconds_left) : 1)); }
 # time_is_up WHAT: when there is not enough time left to start it, prints so and returns true.
 time_is_up() {
     [ "$(seconds_left)" -gt 10 ] && return 1
@@ -53,7 +55,7 @@ time_is_up() {
 # ask COMMAND...: its standard output; its errors go to the log. If it fails, that is printed, and the script continues.
 ask() {
     echo "==== $*" >> "$log"
-    timeout "$(seconds_left)" "$@" 2>> "$log" || say "bench: exit status $? of: $* (see bench.log)"
+    timeout --kill-after=2 "$(limit)" "$@" 2>> "$log" || say "bench: exit status $? of: $* (see bench.log)"
 }
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
@@ -135,7 +137,7 @@ run_watched() {
     echo "==== $*" >> "$log"
     idle_bytes=$([ $device = cuda ] && gpu_bytes)
     echo 0 > "$work/peak"
-    timeout "$(seconds_left)" "$@" > "$work/out" 2>> "$log" &
+    timeout --kill-after=2 "$(limit)" "$@" > "$work/out" 2>> "$log" &
     local pid=$! status=0
     # The subject is a child of timeout.
     sleep 0.2

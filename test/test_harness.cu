@@ -90,6 +90,23 @@ TEST_CASE("make bench: every operation and a training run, alone", "[program][ha
     }
 }
 
+TEST_CASE("make bench: what hangs does not take its table", "[program][harness]") {
+    const TempFolder folder;
+    const std::string programs = folder / "build-cuda/dev";
+    std::filesystem::create_directories(programs);
+    std::filesystem::create_symlink(program_file("dev/bench_report"), programs + "/bench_report");
+    make_executable(programs + "/bench_kernels",
+                    "case \"$*\" in *'--budget 0 '*) printf 'device\\tPretender\\n'; exit ;; esac\n"
+                    "printf 'limit\\tcopy\\t1e12\\n'; trap '' TERM; exec sleep 30\n");
+    const Outcome outcome = run_script(
+        "bench.sh", "PARTS=limits OPPONENTS= MODELS=tiny RECORD=0 BENCH_SECONDS=1 BENCH_OUT=" + folder / "out",
+        folder / "build-cuda");
+    INFO(outcome.err << outcome.out);
+    CHECK(outcome.status == 0);
+    CHECK_THAT(outcome.err, ContainsSubstring("bench: exit status 137 of: "));
+    CHECK_THAT(outcome.out, ContainsSubstring("limits, measured: copy 1000 GB/s"));
+}
+
 TEST_CASE("make bench: PyTorch beside ours, at the same shapes", "[program][harness]") {
     if (!torch_is_here()) SKIP_TEST("needs PyTorch; LLM_PYTHON names the Python that has it");
     const TempFolder folder;
