@@ -312,8 +312,8 @@ $(BUILD)/pch/%.h.gch: $(BUILD)/flags
 	$(Q)$(CACHED_CXX) $(CXXFLAGS) $(depend) -x c++-header -c $(@:.gch=) -o $@
 
 # Adam's update runs on the host, too (--offload), and gives the same bits there: nvcc would otherwise round some products and
-# sums once that g++ rounds twice. The kernels wait for memory.
-UNFUSED       := $(BUILD)/optim/adam.o $(BUILD)/optim/adamw.o
+# sums once that g++ rounds twice. The kernels wait for memory. (A test compares them with a kernel of its own.)
+UNFUSED       := $(BUILD)/optim/adam.o $(BUILD)/optim/adamw.o $(BUILD)/test/test_optimizers.o
 UNFUSED_FLAGS := -fmad=false
 $(UNFUSED): private NVCCFLAGS += $(UNFUSED_FLAGS)
 
