@@ -94,7 +94,8 @@ TEST_CASE("the tokens that end an answer are those of generation_config.json, th
 }
 
 // Keys and values of a token take 1 MiB here: 64 sequences of 65536 tokens would take 4 TiB.
-TEST_CASE("a cache of no given size is for all sequences, or takes the memory that is free", "[inference][engine]") {
+TEST_CASE("a cache of no given size is for all sequences, or takes the memory that is free",
+          "[inference][engine][alone]") {
     const TempFolder folder;
     spit(folder / "config.json",
          R"({"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256, "hidden_size": 64,
