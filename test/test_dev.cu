@@ -298,7 +298,7 @@ TEST_CASE("float_formats refuses what it cannot read", "[program][dev]") {
                                                          {"--gradients --steps -1", "at least 0"},
                                                          {"--gradients --seq 1.5", "whole number"},
                                                          {"--gradients --model nothing", "nothing"},
-                                                         {"--gradients --out /nonexistent/x.png", "/nonexistent"}};
+                                                         {"--gradients --out /dev/null/x.png", "/dev/null/x.png"}};
     for (const auto& [arguments, reason] : cases) check_refused("float_formats", arguments, reason);
     CHECK(run_program("dev/float_formats", "--help").status == 0);
 }
