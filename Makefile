@@ -174,14 +174,17 @@ else
   LDLIBS    := -Xlinker=-rpath,$(CUDA_HOME)/lib64 -lcublasLt $(TEXT_LIBS) -lgomp -lpthread
 endif
 
-# MPI and NCCL are optional: without them ranks are threads of one process. Only one file of each sees the header.
+# MPI and NCCL are optional: without them ranks are threads of one process. Only one file of each sees the header. The CPU device
+# has an NCCL of its own.
 MPI_CFLAGS := $(shell pkg-config --cflags-only-I ompi-c 2>/dev/null || mpicc --showme:compile 2>/dev/null)
 MPI_LIBS   := $(shell pkg-config --libs ompi-c 2>/dev/null || mpicc --showme:link 2>/dev/null)
 ifneq ($(MPI_LIBS),)
   MPI_CFLAGS += -DHAVE_MPI
   LDLIBS     += -Xlinker --as-needed $(MPI_LIBS)
 endif
-ifeq ($(DEVICE),cuda)
+ifeq ($(DEVICE),cpu)
+  NCCL_CFLAGS := -DHAVE_NCCL
+else
   ifneq ($(wildcard $(CUDA_HOME)/include/nccl.h /usr/include/nccl.h),)
     NCCL_CFLAGS := -DHAVE_NCCL
     LDLIBS      += $(if $(wildcard $(CUDA_HOME)/lib/libnccl.so),-L$(CUDA_HOME)/lib -Xlinker=-rpath$(comma)$(CUDA_HOME)/lib) -lnccl

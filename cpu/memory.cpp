@@ -207,7 +207,7 @@ Extent allocation_around(uintptr_t address) {
     if (at == allocations.begin()) return {};
     const auto& [begin, allocation] = *--at;
     if (address >= begin + allocation.bytes) return {};
-    return {begin, begin + allocation.bytes, allocation.kind == MemoryKind::pinned_host};
+    return {begin, begin + allocation.bytes, allocation.kind == MemoryKind::pinned_host, allocation.device};
 }
 
 }  // namespace cuda_cpu

@@ -27,6 +27,7 @@ void forget_accesses(uintptr_t begin, uintptr_t end);  // the memory has been fr
 struct Extent {
     uintptr_t begin = 0, end = 0;  // empty: there is none
     bool on_host = false;          // pinned memory
+    int device = 0;
 };
 Extent allocation_around(uintptr_t address);
 

@@ -226,10 +226,11 @@ class Wait {
     uint64_t seen_ = 0;  // n_changes then
 };
 
-void run_until_done(int device, std::shared_ptr<Operation> target) {
+// Until the target is done, or without one all of the device; or, where `over` is given, until that says so.
+void run_until_done(int device, std::shared_ptr<Operation> target, const std::function<bool()>& over = nullptr) {
     std::unique_lock lock(streams_mutex);
     Wait wait(device, std::move(target));
-    while (!wait.finished()) {
+    while (over ? !over() : !wait.finished()) {
         if (wait.run_one(lock)) continue;
         lock.unlock();  // another OS thread is running what we wait for
         std::this_thread::yield();
@@ -275,6 +276,8 @@ void wait_for(const std::shared_ptr<Operation>& target) {
     const std::lock_guard lock(streams_mutex);
     host_clock.join(target->clock);
 }
+
+void wait_until(const std::function<bool()>& ready) { run_until_done(current_device(), nullptr, ready); }
 
 void run_early(int device) {
     if (order() != Order::early) return;

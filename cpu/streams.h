@@ -69,6 +69,8 @@ void add_stream(Stream& stream);       // with the mutex held
 void remove_stream(Stream& stream);    // all of its work has been waited for
 void run_early(int device);            // strict mode: what may run at once, under the seeds that run it early
 void wait_for(const std::shared_ptr<Operation>& target);
+// Strict mode: the host waits for something that is no work of a stream, and the device works on meanwhile.
+void wait_until(const std::function<bool()>& ready);
 
 // ---- cpu/graphs.cpp
 bool any_capture();  // whether some stream is captured: quick

@@ -11,3 +11,10 @@ inline RankOptions threads(int n) {
     options.timeout_s = 60;
     return options;
 }
+
+// Each with a device of its own, which talk by NCCL.
+inline RankOptions by_nccl(int n) {
+    RankOptions options = threads(n);
+    options.comm = "nccl";
+    return options;
+}

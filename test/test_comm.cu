@@ -61,6 +61,20 @@ TEST_CASE("collectives and all algorithms against a serial sum, 1 to 8 ranks", "
     });
 }
 
+#ifdef CUDA_ON_CPU
+// The CPU device's NCCL (cpu/nccl.h): so transport_nccl.cu runs without GPUs.
+TEST_CASE("collectives and all algorithms by NCCL, 1 to 5 ranks", "[comm][nccl]") {
+    const int n = GENERATE(1, 2, 3, 4, 5);
+    CAPTURE(n);
+    run_ranks(by_nccl(n), [&](Comm& world) {
+        comm_check::check_all(world, {0, 33, strict() ? 34 : 1003}, device().stream);
+        if (n != 4) return;
+        Mesh mesh(world, {{"dp", 2}, {"tp", 2}});
+        for (const char* axis : {"dp", "tp"}) comm_check::check_all(mesh.comm(axis), {33}, device().stream);
+    });
+}
+#endif
+
 TEST_CASE("a million numbers and three", "[comm]") {
     if (strict()) SKIP_TEST("strict mode has looked at the same code at smaller sizes");
     const int n = GENERATE(2, 7);
@@ -353,6 +367,9 @@ TEST_CASE("collectives between processes", "[comm][program]") {
         CHECK_THAT(run.out, ContainsSubstring(concat("ranks    ", n, " processes (MPI)")));
     }
     CHECK_THAT(mpirun(2, "--comm threads check").err, ContainsSubstring("--comm threads under mpirun"));
+#ifdef CUDA_ON_CPU
+    CHECK_THAT(mpirun(2, "--comm nccl check").err, ContainsSubstring("--comm nccl under mpirun: on the CPU device"));
+#endif
 }
 
 TEST_CASE("a process that fails, hangs or is killed takes the job down, named", "[comm][program]") {

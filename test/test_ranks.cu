@@ -89,6 +89,34 @@ TEST_CASE("1, 2, 3, 4 and 8 ranks in every mode give the curve of one process", 
     }
 }
 
+#ifdef CUDA_ON_CPU
+// Its NCCL (cpu/nccl.h) adds in another order. In strict mode, where streams are asynchronous, hosts and streams wait
+// for each other as with GPUs.
+TEST_CASE("by NCCL runs have the curve that they have by memory", "[program][ranks][nccl]") {
+    const TempFolder folder;
+    for (const char* mode :
+         {"--ranks 3", "--ranks 3 --zero 3", "--ranks 4 --tp 2 --sp", "--ranks 2 --pp 2 --micro-batch 1",
+          "--ranks 2 --pp 2 --pipeline dualpipe --micro-batch 1", "--ranks 2 --cp 2"}) {
+        INFO(mode);
+        const auto curve = [&](const char* comm, const char* before) {
+            const std::string run = folder / concat(mode, comm, before);
+            const Outcome outcome = run_program(
+                "train_gpt",
+                concat("--data ", text_file(), kRun, "--steps 3 --warmup 1 --batch 12 --val-every 3 --val-sequences 4 ",
+                       mode, " --model ", model_file("deep-gqa"), " --comm-timeout 60 --comm ", comm, " --out '", run,
+                       "'"),
+                before);
+            INFO(outcome.err);
+            REQUIRE(outcome.status == 0);
+            return read_csv_log(run + "/log.csv");
+        };
+        const std::vector<LogRow> by_memory = curve("threads", "");
+        CHECK(difference(curve("nccl", ""), by_memory) < 1e-5);
+        CHECK(difference(curve("nccl", "CUDA_CPU_STRICT=1"), by_memory) < 1e-5);
+    }
+}
+#endif
+
 TEST_CASE("naive has ddp's losses and weights to the bit where nothing is clipped", "[program][ranks]") {
     const TempFolder folder;
     const std::string flags = " --batch 6 --clip 0 --ranks 3 --model " + odd_model(false);

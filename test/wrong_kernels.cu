@@ -12,10 +12,12 @@
 #include "layers/tensor_map.h"
 
 #include <cublasLt.h>
+#include <nccl.h>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <thread>
 #include <vector>
 
 namespace {
@@ -890,6 +892,139 @@ bool shared_memory_not_asked_for(bool wrong) {
     return out.read()[31] == 3.0f;
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// NCCL: two ranks, each a thread with a device of its own
+
+struct Rank {
+    int rank;
+    ncclComm_t comm;
+    cudaStream_t stream;
+    float* data;   // of this rank's device: eight numbers, all of them rank + 1
+    float* other;  // the other rank's
+};
+void must(ncclResult_t status) {
+    if (status == ncclSuccess) return;
+    std::printf("NCCL error: %s: %s\n", ncclGetErrorString(status), ncclGetLastError(nullptr));
+    std::exit(3);
+}
+// Whether `first` and `last` are the first and last of the numbers of both ranks, after f.
+bool two_ranks(float first, float last, void (*f)(const Rank& its, bool wrong), bool wrong) {
+    setenv("CUDA_CPU_DEVICES", "2", 1);
+    ncclUniqueId id;
+    must(ncclGetUniqueId(&id));
+    float* memory[2];
+    for (const int rank : {0, 1}) {
+        must(cudaSetDevice(rank));
+        const std::vector<float> numbers(8, static_cast<float>(rank + 1));
+        must(cudaMalloc(&memory[rank], 8 * sizeof(float)));
+        must(cudaMemcpy(memory[rank], numbers.data(), 8 * sizeof(float), cudaMemcpyHostToDevice));
+        must(cudaDeviceSynchronize());
+    }
+    bool right[2];
+    const auto run = [&](int rank) {
+        Rank its{rank, nullptr, nullptr, memory[rank], memory[1 - rank]};
+        must(cudaSetDevice(rank));
+        must(cudaStreamCreateWithFlags(&its.stream, cudaStreamNonBlocking));
+        must(ncclCommInitRank(&its.comm, 2, id, rank));
+        f(its, wrong);
+        must(cudaDeviceSynchronize());
+        must(ncclCommDestroy(its.comm));
+        float numbers[8];
+        must(cudaMemcpy(numbers, its.data, sizeof numbers, cudaMemcpyDeviceToHost));
+        right[rank] = numbers[0] == first && numbers[7] == last;
+    };
+    std::thread other(run, 1);
+    run(0);
+    other.join();
+    return right[0] && right[1];
+}
+void add(const Rank& its, size_t n) {
+    // <- ranks_of_other_counts another_current_device collective_not_waited_for
+    must(ncclAllReduce(its.data, its.data, n, ncclFloat32, ncclSum, its.comm, its.stream));
+}
+
+bool ranks_of_other_counts(bool wrong) {
+    const auto f = [](const Rank& its, bool bad) { add(its, bad && its.rank == 1 ? 7 : 8); };
+    return two_ranks(3, 3, f, wrong);
+}
+bool messages_of_other_sizes(bool wrong) {
+    const auto f = [](const Rank& its, bool bad) {
+        // <- messages_of_other_sizes
+        if (its.rank == 0) must(ncclSend(its.data, 8, ncclFloat32, 1, its.comm, its.stream));
+        else must(ncclRecv(its.data, bad ? 28 : 32, ncclUint8, 0, its.comm, its.stream));  // <- messages_of_other_sizes
+    };
+    return two_ranks(1, 1, f, wrong);
+}
+bool buffers_that_overlap(bool wrong) {
+    const auto f = [](const Rank& its, bool bad) {
+        // In place a rank sends from its own piece of what it gathers.
+        const float* const piece = its.data + 4 * (bad ? 1 - its.rank : its.rank);
+        must(ncclAllGather(piece, its.data, 4, ncclFloat32, its.comm, its.stream));  // <- buffers_that_overlap
+    };
+    return two_ranks(1, 2, f, wrong);
+}
+bool group_that_overlaps(bool wrong) {
+    const auto f = [](const Rank& its, bool bad) {
+        must(ncclGroupStart());
+        float* const to = its.data + (bad ? 3 : 4);
+        must(ncclSend(its.data, 4, ncclFloat32, 1 - its.rank, its.comm, its.stream));  // <- group_that_overlaps
+        must(ncclRecv(to, 4, ncclFloat32, 1 - its.rank, its.comm, its.stream));        // <- group_that_overlaps
+        must(ncclGroupEnd());
+        add(its, 4);
+        must(ncclBroadcast(its.data, its.data, 8, ncclFloat32, 0, its.comm, its.stream));
+    };
+    return two_ranks(3, 2, f, wrong);
+}
+bool memory_of_another_rank(bool wrong) {
+    const auto f = [](const Rank& its, bool bad) {
+        const float* const data = bad && its.rank == 0 ? its.other : its.data;
+        must(
+            ncclAllReduce(data, its.data, 8, ncclFloat32, ncclMax, its.comm, its.stream));  // <- memory_of_another_rank
+    };
+    return two_ranks(2, 2, f, wrong);
+}
+bool another_current_device(bool wrong) {
+    const auto f = [](const Rank& its, bool bad) {
+        if (bad) must(cudaSetDevice(1 - its.rank));
+        add(its, 8);
+    };
+    return two_ranks(3, 3, f, wrong);
+}
+bool collective_not_waited_for(bool wrong) {
+    const auto f = [](const Rank& its, bool bad) {
+        cudaStream_t second;
+        cudaEvent_t event;
+        must(cudaStreamCreateWithFlags(&second, cudaStreamNonBlocking));
+        must(cudaEventCreate(&event));
+        add(its, 8);
+        must(cudaEventRecord(event, its.stream));
+        if (!bad) must(cudaStreamWaitEvent(second, event));
+        must(cudaMemsetAsync(its.data, 0, sizeof(float), second));  // <- collective_not_waited_for
+    };
+    return two_ranks(0, 3, f, wrong);
+}
+bool split_while_under_way(bool wrong) {
+    const auto f = [](const Rank& its, bool bad) {
+        add(its, 8);
+        if (!bad) must(cudaStreamSynchronize(its.stream));
+        ncclComm_t part;
+        must(ncclCommSplit(its.comm, its.rank, 0, &part, nullptr));  // <- split_while_under_way
+        must(ncclCommDestroy(part));
+    };
+    return two_ranks(3, 3, f, wrong);
+}
+bool used_after_destruction(bool wrong) {
+    const auto f = [](const Rank& its, bool bad) {
+        ncclComm_t copy;
+        must(ncclCommSplit(its.comm, 0, its.rank, &copy, nullptr));
+        must(ncclCommDestroy(copy));
+        const ncclComm_t comm = bad ? copy : its.comm;
+        must(
+            ncclAllReduce(its.data, its.data, 8, ncclFloat32, ncclSum, comm, its.stream));  // <- used_after_destruction
+    };
+    return two_ranks(3, 3, f, wrong);
+}
+
 struct Case {
     const char* name;
     bool (*run)(bool wrong);  // true: the result was right
@@ -917,6 +1052,9 @@ const Case cases[] = {
     CASE(misaligned_matrix_row), CASE(misaligned_load), CASE(misaligned_store), CASE(misaligned_bulk_copy),
     CASE(odd_bulk_copy), CASE(misaligned_tile), CASE(misaligned_mbarrier),
     CASE(more_threads_than_bounds), CASE(scale_overwritten), CASE(shared_memory_not_asked_for),
+    CASE(ranks_of_other_counts), CASE(messages_of_other_sizes), CASE(buffers_that_overlap), CASE(group_that_overlaps),
+    CASE(memory_of_another_rank), CASE(another_current_device), CASE(collective_not_waited_for),
+    CASE(split_while_under_way), CASE(used_after_destruction),
 };
 // clang-format on
 

@@ -251,7 +251,7 @@ class Mesh {
 
 struct RankOptions {
     int ranks = 0;                       // --ranks: that many threads; 0: as many as mpirun started, otherwise one
-    std::string comm = "auto";           // --comm: auto, threads, mpi, nccl
+    std::string comm = "auto";           // --comm: auto, threads, mpi, nccl (on the CPU device for threads)
     std::string all_reduce = "library";  // --all-reduce
     double timeout_s = 120;              // --comm-timeout: a rank that waits longer for another one ends the job
     int ranks_per_node = 0;              // threads only: pretend that so many share a machine (for two-level); 0: all
@@ -268,8 +268,8 @@ struct RankOptions {
 //
 //   - Under mpirun each process is one rank. Otherwise --ranks threads of this process are, each with its own device:
 //     on the CPU as many as there are ranks, each with its share of the cores; GPUs are shared if there are fewer.
-//   - NCCL carries the bytes if every rank has a GPU of its own; otherwise memory between threads, MPI between
-//     processes. What was chosen and why is printed by rank 0.
+//   - NCCL carries the bytes if every rank has a GPU of its own, or if the CPU device's is asked for; otherwise memory
+//     between threads, MPI between processes. What was chosen and why is printed by rank 0.
 //   - A rank's exception ends the job: the others stop at their next wait, and the Error thrown here is "rank 3: " and
 //     its text. Under mpirun the line is printed and MPI ends the other processes; exit status 2.
 //   - A rank that waits for longer than timeout_s ends the job, with what it waits for, and who is missing since when.

@@ -83,7 +83,8 @@ std::shared_ptr<Transport> choose_transport(const std::shared_ptr<RankState>& st
                                : !nccl_is_built_in() ? "built without NCCL"
                                : !own_gpus           ? "ranks share a GPU"
                                                      : "";
-    if (options.comm == "nccl") check(reason.empty(), "--comm nccl cannot be had here: ", reason);
+    // The CPU device has an NCCL for tests, and for who wants to see what it does (cpu/nccl.h).
+    if (options.comm == "nccl") check(kCpuDevice || reason.empty(), "--comm nccl cannot be had here: ", reason);
     const bool nccl = options.comm == "nccl" || (options.comm == "auto" && reason.empty());
     if (state->rank == 0 && !options.quiet) {
         std::printf("ranks    %d %s on %d device%s of %s; messages by %s (%s)\n", state->size,
@@ -92,9 +93,9 @@ std::shared_ptr<Transport> choose_transport(const std::shared_ptr<RankState>& st
                     nccl        ? "NCCL"
                     : processes ? "MPI"
                                 : "memory",
-                    nccl                     ? "every rank has a GPU of its own"
-                    : options.comm != "auto" ? "--comm"
-                                             : reason.c_str());
+                    options.comm != "auto" ? "--comm"
+                    : nccl                 ? "every rank has a GPU of its own"
+                                           : reason.c_str());
         std::fflush(stdout);
     }
     if (nccl) return make_nccl_transport(state, control);
@@ -297,6 +298,9 @@ void check_rank_options(const RankOptions& options) {
     check(!mpi || options.ranks == 0 || options.ranks == rank_count(options), "--ranks ", options.ranks,
           " under an mpirun of ", rank_count(options), " processes: leave --ranks out");
     check(!(mpi && comm == "threads"), "--comm threads under mpirun: start the program without mpirun, with --ranks N");
+    check(!(mpi && comm == "nccl" && kCpuDevice),
+          "--comm nccl under mpirun: on the CPU device NCCL is for ranks that are "
+          "threads of one process: start the program without mpirun, with --ranks N");
     check(!(!mpi && comm == "mpi"), "--comm mpi: start the program with mpirun -np N");
 }
 

@@ -78,6 +78,14 @@ void Transport::leave(const CallTag& tag) {
                {tag.step, id_, tag.number, seconds_now(), false, describe(tag)});
 }
 
+bool Transport::recv_waits_on_host([[maybe_unused]] cudaStream_t stream) const {
+#ifdef CUDA_ON_CPU
+    return cuda_cpu::runs_at_once(stream);
+#else
+    return false;
+#endif
+}
+
 // All members of a group count their parent's splits alike, and agree on who they are.
 uint64_t Transport::next_id(const std::vector<int>& members) {
     std::string text = concat(id_, " ", n_splits_++);
@@ -255,12 +263,8 @@ void HostTransport::recv(void* data, size_t bytes, int from, cudaStream_t stream
     if (!on_cpu) cudaCheck(cudaMemcpyAsync(data, host, bytes, cudaMemcpyHostToDevice, stream));
 }
 
-bool HostTransport::recv_waits_on_host([[maybe_unused]] cudaStream_t stream) const {
-#ifdef CUDA_ON_CPU
-    return cuda_cpu::runs_at_once(stream);
-#else
-    return true;
-#endif
+bool HostTransport::recv_waits_on_host(cudaStream_t stream) const {
+    return !device().is_cpu || Transport::recv_waits_on_host(stream);
 }
 
 void HostTransport::take_checked(void* data, size_t bytes, int from, int64_t number, const CallTag& call) {

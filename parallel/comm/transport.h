@@ -4,7 +4,7 @@
 //
 //     Transport ── HostTransport ── transport_threads.cu     mailboxes in memory
 //               │                └─ transport_mpi.cu         MPI
-//               ├─ transport_nccl.cu                         NCCL, and its own collectives
+//               ├─ transport_nccl.cu                         NCCL, and its own collectives (on the CPU: cpu/nccl.h)
 //               └─ transport_plan.cu                         nothing travels: --plan
 #pragma once
 
@@ -171,7 +171,8 @@ class Transport {
     // NCCL the host does wait in the first message from one member to another, until the other's host has come to it.
     virtual void send(const void* data, size_t bytes, int to, cudaStream_t stream) = 0;
     virtual void recv(void* data, size_t bytes, int from, cudaStream_t stream) = 0;
-    virtual bool recv_waits_on_host(cudaStream_t) const { return false; }
+    // Does recv return only when its message is there? On the CPU device where streams do their work at once.
+    virtual bool recv_waits_on_host(cudaStream_t stream) const;
     virtual void group_start() {}
     virtual void group_end() {}
     virtual void begin(cudaStream_t stream) = 0;  // around each call: for the slots and the trace

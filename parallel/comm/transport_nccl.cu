@@ -1,4 +1,5 @@
-// transport_nccl.cu: NCCL, NVIDIA's collectives between GPUs: where every rank has a GPU of its own.
+// transport_nccl.cu: NCCL, NVIDIA's collectives between GPUs: where every rank has a GPU of its own. On the CPU device
+// it is that of cpu/nccl.h, for ranks that are threads, if --comm nccl asks for it.
 //
 // NCCL works in streams by itself. What it is missing is a watchdog: a thread here looks at what each call's event
 // says, and at NCCL's own errors, and aborts the communicator when the job has failed, so that no rank waits for a GPU

@@ -14,10 +14,10 @@ class PlanTransport final : public Transport {
     std::shared_ptr<Transport> split(const std::vector<int>& members) override {
         return std::make_shared<PlanTransport>(state_, to_world(members), next_id(members));
     }
-    // Each rank of the plan has a GPU of its own, so NCCL would carry the bytes.
+    // Each rank of the plan has a device of its own, so NCCL would carry the bytes between GPUs.
     bool has_native() override {
-        return !device().is_cpu && nccl_is_built_in() &&
-               (state_->options.comm == "auto" || state_->options.comm == "nccl");
+        const std::string& comm = state_->options.comm;
+        return nccl_is_built_in() && (comm == "nccl" || (comm == "auto" && !device().is_cpu));
     }
 };
 
