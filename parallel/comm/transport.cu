@@ -7,7 +7,6 @@
 #include <cstring>
 #include <sstream>
 #include <thread>
-#include <utility>
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Job and slots
@@ -198,27 +197,7 @@ void HostTransport::trace_message(const CallTag& call, int peer, bool sends, siz
                         seconds_now() - state_->started, describe(call)});
 }
 
-void HostTransport::wait_on_host(std::function<bool()> ready) {
-    while (!ready()) pause();
-    if (state_->job->failed()) throw Stopped(state_->job->reason());
-}
-
-void HostTransport::connect(int member, bool sends) {
-    if (!connects() || !connected_.emplace(member, sends).second) return;
-    constexpr int64_t kSender = -1, kReceiver = -2;  // numbers of no other message
-    post(member, sends ? kSender : kReceiver, nullptr, 0);
-    const auto its_host = [=, this] { return arrived(member, sends ? kReceiver : kSender); };
-    connecting_.push_back(watched(its_host, member, tag));
-    if (!in_group_) group_end();
-}
-
-void HostTransport::group_end() {
-    in_group_ = false;
-    for (const auto& ready : std::exchange(connecting_, {})) wait_on_host(ready);
-}
-
 void HostTransport::send(const void* data, size_t bytes, int to, cudaStream_t stream) {
-    connect(to, true);
     if (const size_t most = largest_message(); bytes > most) {
         send(data, most, to, stream);
         return send(static_cast<const char*>(data) + most, bytes - most, to, stream);
@@ -238,7 +217,6 @@ void HostTransport::send(const void* data, size_t bytes, int to, cudaStream_t st
 }
 
 void HostTransport::recv(void* data, size_t bytes, int from, cudaStream_t stream) {
-    connect(from, false);
     if (const size_t most = largest_message(); bytes > most) {
         recv(data, most, from, stream);
         return recv(static_cast<char*>(data) + most, bytes - most, from, stream);
@@ -299,7 +277,8 @@ std::string HostTransport::recv_host(int from) {
     // Twice the timeout: a rank that waits inside a call knows better what is missing, so its report should come first.
     const auto ready =
         watched([=, this] { return arrived(from, number); }, from, {"a message of the program", -1, state_->step}, 2);
-    wait_on_host(ready);
+    while (!ready()) pause();
+    if (state_->job->failed()) throw Stopped(state_->job->reason());
     std::string text(arrived_bytes(from, number), '\0');
     take(text.data(), from, number);
     return text;

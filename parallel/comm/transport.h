@@ -215,8 +215,6 @@ class HostTransport : public Transport {
     void send(const void* data, size_t bytes, int to, cudaStream_t stream) override;
     void recv(void* data, size_t bytes, int from, cudaStream_t stream) override;
     bool recv_waits_on_host(cudaStream_t stream) const override;
-    void group_start() override { in_group_ = true; }
-    void group_end() override;
     void begin(cudaStream_t stream) override;
     void end(cudaStream_t stream, size_t bytes) override;
 
@@ -232,8 +230,7 @@ class HostTransport : public Transport {
     virtual size_t arrived_bytes(int from, int64_t number) = 0;
     virtual void take(void* data, int from, int64_t number) = 0;
     virtual bool all_sent() { return true; }  // is nothing of what was posted still in our hands?
-    virtual bool connects() const { return false; }
-    virtual void pause() = 0;  // between two questions: gives way to others
+    virtual void pause() = 0;                 // between two questions: gives way to others
 
   private:
     // Runs work on the host when the stream gets there and may_run() holds. The work reads or writes `bytes` of `data`.
@@ -243,20 +240,12 @@ class HostTransport : public Transport {
     // Waits for `timeouts` times --comm-timeout.
     std::function<bool()> watched(std::function<bool()> ready, int from, const CallTag& tag, double timeouts = 1);
     std::string timeout_report(int from, const CallTag& tag, double waited);
-    void wait_on_host(std::function<bool()> ready);
-    // The first message from one member to another: NCCL connects the two, and each one's host waits for the other's to
-    // come to it; in a group, at its end. Where connects() it is so here, too, and hosts that wait for each other are
-    // found without NCCL.
-    void connect(int member, bool sends);
     void take_checked(void* data, size_t bytes, int from, int64_t number, const CallTag& tag);
     size_t largest_message() const;  // longer ones travel in several
     void* staging(int which);
     void trace_message(const CallTag& tag, int peer, bool sends, size_t bytes, double start);
 
     std::map<int, int64_t> n_sent_, n_received_;  // by member
-    std::set<std::pair<int, bool>> connected_;    // member, and whether it is sent to
-    bool in_group_ = false;
-    std::vector<std::function<bool()>> connecting_;  // in this group
     void* staging_[2] = {};  // on a GPU: pinned buffers, one for what is sent and one for what arrives
 };
 

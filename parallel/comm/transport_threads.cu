@@ -78,9 +78,6 @@ class ThreadTransport final : public HostTransport {
         }
         if (message.bytes > 0) std::memcpy(data, message.data.get(), message.bytes);
     }
-#ifdef CUDA_ON_CPU
-    bool connects() const override { return cuda_cpu::strict; }
-#endif
     // Until something new is in the box; not for long, because the job may have failed meanwhile.
     void pause() override {
         std::unique_lock lock(box_.mutex);
