@@ -276,6 +276,20 @@ TEST_CASE("a rank that fails ends the job with its rank and its reason", "[comm]
     CHECK_THAT(text, ContainsSubstring("rank 0 (has not communicated yet)"));
 }
 
+#ifdef CUDA_ON_CPU
+TEST_CASE("by NCCL a communicator with calls under way can be split", "[comm][nccl]") {
+    run_ranks(by_nccl(2), [](Comm& world) {
+        comm_check::Buffer x(DType::i32, 1);
+        const comm_check::CommMemory memory(world, 1);
+        comm_check::fill(x, {1}, device().stream);
+        world.all_reduce(x, device().stream);
+        const auto both = world.split({1, 0}, "both");
+        check(both->rank == 1 - world.rank, "the order of the members");
+        check(comm_check::read(x, device().stream)[0] == 2, "the sum");
+    });
+}
+#endif
+
 TEST_CASE("wrong calls and wrong options are one clear line", "[comm]") {
     const auto call = [](const std::function<void(Comm&, Tensor, Tensor)>& f) {
         return error_of(threads(2), [&](Comm& world) {

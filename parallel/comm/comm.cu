@@ -88,6 +88,7 @@ std::unique_ptr<Comm> Comm::split(const std::vector<int>& members, const std::st
               *different.rbegin() < size,
           name, ": split into '", its_name, "': members must be different ranks below ", size, ", rank ", rank,
           " among them");
+    cudaCheck(cudaEventSynchronize(last_call_));  // NCCL may wait for ever to split while a call is under way
     auto part = std::make_unique<Comm>(its_name, state_, transport_->split(members));
     part->algorithm = algorithm;
     return part;
