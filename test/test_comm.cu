@@ -457,6 +457,12 @@ TEST_CASE("a thread that cannot be started is one clear line", "[comm][program]"
 }
 
 #ifdef CUDA_ON_CPU
+TEST_CASE("by NCCL a rank that fails ends the job at once, with its reason", "[comm][program][nccl]") {
+    const Outcome run = run_program("comm_check", "--ranks 3 --comm nccl --timeout 5 throw", "env CUDA_CPU_STRICT=1");
+    CHECK(run.status == 2);
+    CHECK(run.err == "comm_check: rank 1: the disk is full\n");
+}
+
 // An event wait between computing and reducing is missing: by default the CPU device runs everything in the order of
 // the calls, and the result is right by luck. In strict mode it is not.
 TEST_CASE("strict mode finds a missing event wait around a collective", "[comm][program]") {

@@ -112,11 +112,12 @@ void run_rank(const RankOptions& options, const std::shared_ptr<RankState>& stat
         Comm world("world", state, choose_transport(state, control, processes));
         f(world);
         cudaCheck(cudaDeviceSynchronize());  // what is still in streams may be what others wait for
+        if (state->job->failed()) throw Stopped(state->job->reason());
+        // No rank ends before all have come here, so the watchdog finds one that hangs. And NCCL destroys a world when
+        // all of its ranks have come to that.
+        control->name = "the end";
+        all_agree(*control, true);
     }
-    if (state->job->failed()) throw Stopped(state->job->reason());
-    // No rank ends before all have come here, so the watchdog finds one that hangs.
-    control->name = "the end";
-    all_agree(*control, true);
     if (!processes || !state->trace) return;
     if (state->rank != 0) return control->send_host(pack_events(state->trace->take()), 0);
     std::vector<TraceEvent> events = state->trace->take();

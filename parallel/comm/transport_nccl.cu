@@ -17,6 +17,7 @@
 #include <chrono>
 #include <cstring>
 #include <deque>
+#include <exception>
 #include <thread>
 
 namespace {
@@ -49,7 +50,8 @@ class NcclTransport final : public Transport, public NativeCollectives {
         watchdog_.join();
         for (const Pending& call : pending_) cudaEventDestroy(call.end);
         if (aborted_) return;
-        if (state_->job->failed()) ncclCommAbort(comm_);  // to destroy it would wait for the others
+        // To destroy it waits for the others, who do not come if this rank, or another one, has failed.
+        if (state_->job->failed() || std::uncaught_exceptions() > 0) ncclCommAbort(comm_);
         else ncclCommDestroy(comm_);
     }
 
