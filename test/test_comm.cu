@@ -277,6 +277,46 @@ TEST_CASE("a rank that fails ends the job with its rank and its reason", "[comm]
 }
 
 #ifdef CUDA_ON_CPU
+// In strict mode, where streams are asynchronous: otherwise the hosts wait inside of NCCL's calls.
+TEST_CASE("by NCCL a rank that does not come is named, and no other", "[comm][nccl]") {
+    if (!strict()) SKIP_TEST("NCCL's calls wait");
+    RankOptions options = by_nccl(3);
+    options.timeout_s = 0.3;
+    const auto come_too_late = [](Comm& world) {
+        for (int i = 0; i < 5000 && !world.state().job->failed(); ++i)
+            std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    };
+    const std::string of_collective = error_of(options, [&](Comm& world) {
+        // Rank 0 and rank 2 have put a call of another communicator on a stream of its own meanwhile.
+        const auto pair = world.split(world.rank == 1 ? std::vector<int>{1} : std::vector<int>{0, 2}, "pair");
+        const comm_check::CommMemory memory(world, 10), pair_memory(*pair, 10);
+        comm_check::Buffer x(DType::i32, 10), y(DType::i32, 10);
+        const cudaStream_t second = make_stream();
+        for (int i = 0; i < 3; ++i) {
+            if (i == 2 && world.rank == 1) come_too_late(world);
+            world.all_reduce(x, device().stream);
+            pair->all_reduce(y, second);
+        }
+        cudaCheck(cudaDeviceSynchronize());
+    });
+    CHECK_THAT(of_collective, ContainsSubstring("all_reduce #2 of world at step 0 has waited 0."));
+    CHECK_THAT(of_collective, ContainsSubstring("missing: rank 1 (last seen after all_reduce #1 of world"));
+    CHECK(of_collective.find(" s ago), rank") == std::string::npos);
+
+    const std::string in_group = error_of(options, [&](Comm& world) {
+        comm_check::Buffer x(DType::f32, 10), y(DType::f32, 10);
+        world.barrier(device().stream);  // connects all
+        if (world.rank != 2) come_too_late(world);
+        world.group_start();
+        if (world.rank == 0) world.send(x, 2, device().stream);
+        if (world.rank == 2) world.recv(y, 0, device().stream);
+        world.group_end();
+        cudaCheck(cudaDeviceSynchronize());
+    });
+    CHECK_THAT(in_group, ContainsSubstring("rank 2: recv of world at step 0 has waited 0."));
+    CHECK_THAT(in_group, ContainsSubstring(" for a message from rank 0; missing: rank 0 (last seen after barrier #0"));
+}
+
 TEST_CASE("by NCCL a communicator with calls under way can be split", "[comm][nccl]") {
     run_ranks(by_nccl(2), [](Comm& world) {
         comm_check::Buffer x(DType::i32, 1);
@@ -358,6 +398,32 @@ TEST_CASE("a trace has every collective and every message of every rank", "[comm
     }
 }
 
+#ifdef CUDA_ON_CPU
+TEST_CASE("by NCCL a message of a group ends in the trace when it has arrived", "[comm][nccl]") {
+    const TempFolder folder;
+    RankOptions options = by_nccl(2);
+    options.trace = "0";
+    options.trace_folder = folder.path;
+    double seconds_of_recv = -1;
+    options.after_trace = [&](const std::vector<TraceEvent>& events) {
+        for (const TraceEvent& event : events)
+            if (event.what == "recv of world") seconds_of_recv = event.end - event.start;
+    };
+    run_ranks(options, [](Comm& world) {
+        comm_check::Buffer x(DType::f32, 10);
+        world.barrier(device().stream);  // connects the two
+        cudaCheck(cudaStreamSynchronize(device().stream));
+        if (world.rank == 0) std::this_thread::sleep_for(std::chrono::milliseconds(200));
+        world.group_start();
+        if (world.rank == 0) world.send(x, 1, device().stream);
+        else world.recv(x, 0, device().stream);
+        world.group_end();
+        cudaCheck(cudaStreamSynchronize(device().stream));
+    });
+    CHECK(seconds_of_recv > 0.1);
+}
+#endif
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Processes
 
@@ -433,13 +499,24 @@ TEST_CASE("a process that fails, hangs or is killed takes the job down, named", 
 }
 
 // The process itself is stopped for longer than the timeout: that is no waiting.
+// On the CPU device others hang by NCCL at the same time: there the hosts of the other ranks wait in a call.
 TEST_CASE("threads that hang take the process down", "[comm][program]") {
+    const TempFolder folder;
+    const std::string program = concat("env -u CUDA_CPU_STRICT ", program_path("comm_check"), " --ranks 3 ");
+    std::string beside;
+#ifdef CUDA_ON_CPU
+    beside = concat("timeout 40 ", program, "--comm nccl --timeout 1 hang 2> ", folder / "nccl", " & ");
+#endif
     Outcome run;
     CHECK(seconds([&] {
-              run = run_shell(concat("env -u CUDA_CPU_STRICT ", program_path("comm_check"),
-                                     " --ranks 3 --timeout 2 hang & ",
-                                     "pid=$!; sleep 1; kill -STOP $pid; sleep 4; kill -CONT $pid; wait $pid"));
+              run = run_shell(concat(program, "--timeout 2 hang & pid=$!; ", beside, "sleep 1; kill -STOP $pid; ",
+                                     "sleep 4; kill -CONT $pid; wait $pid; status=$?; wait; exit $status"));
           }) < 40);
+#ifdef CUDA_ON_CPU
+    const std::string by_nccl = slurp(folder / "nccl");
+    CHECK_THAT(by_nccl, ContainsSubstring("at step 3 has waited 1") && ContainsSubstring("missing: rank 1 (last seen"));
+    CHECK_THAT(by_nccl, ContainsSubstring("3 of 3 ranks have not ended within 10 s"));
+#endif
     CHECK(run.status == 2);
     CHECK_THAT(run.err, ContainsSubstring("missing: rank 1 (last seen after"));
     CHECK_THAT(run.err, ContainsSubstring("1 of 3 ranks have not ended"));

@@ -50,15 +50,12 @@ const char* all_reduce_name(AllReduce algorithm) { return kAlgorithms[static_cas
 // ---------------------------------------------------------------------------------------------------------------------
 // Life of a communicator
 
-namespace {
-constexpr size_t kWordPlaces = 64;  // communicators of a rank at the same time, at most: axes of the mesh, and pairs
-}
 WordPool::~WordPool() { cudaFree(base_); }
 void* WordPool::take() {
-    if (!base_) cudaCheck(cudaMalloc(&base_, kWordPlaces * kPlaceBytes));
+    if (!base_) cudaCheck(cudaMalloc(&base_, kCommsOfRank * kPlaceBytes));
     size_t place = 0;
     while (taken_.count(place) > 0) ++place;
-    check(place < kWordPlaces, "a rank has more than ", kWordPlaces, " communicators");
+    check(place < kCommsOfRank, "a rank has more than ", kCommsOfRank, " communicators");
     taken_.insert(place);
     return base_ + place * kPlaceBytes;
 }

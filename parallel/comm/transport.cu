@@ -42,8 +42,6 @@ class SlotLock {
 void write_slot(Slot& slot, const SlotCopy& value) {
     const SlotLock lock(slot);
     slot.step = value.step;
-    slot.comm = value.comm;
-    slot.call = value.call;
     slot.since = value.since;
     slot.inside = value.inside;
     std::snprintf(slot.what, sizeof slot.what, "%s", value.what.c_str());
@@ -51,7 +49,24 @@ void write_slot(Slot& slot, const SlotCopy& value) {
 
 SlotCopy read_slot(Slot& slot) {
     const SlotLock lock(slot);
-    return {slot.step, slot.comm, slot.call, slot.since, slot.inside, slot.what};
+    return {slot.step, slot.since, slot.inside, slot.what};
+}
+
+void note_begun(Slot& slot, uint64_t comm, int64_t n) {
+    const SlotLock lock(slot);
+    Slot::Begun* place = nullptr;
+    for (Slot::Begun& each : slot.begun) {
+        if (each.n > 0 && each.comm == comm) place = &each;
+        if (each.n == 0 && !place) place = &each;
+    }
+    if (place) *place = {comm, n};
+}
+
+int64_t read_begun(Slot& slot, uint64_t comm) {
+    const SlotLock lock(slot);
+    for (const Slot::Begun& each : slot.begun)
+        if (each.n > 0 && each.comm == comm) return each.n;
+    return 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -68,13 +83,15 @@ std::string Transport::describe(const CallTag& tag) const {
     return tag.number < 0 ? concat(tag.what, " of ", name) : concat(tag.what, " #", tag.number, " of ", name);
 }
 
+Transport::~Transport() { note_begun(*state_->slots[static_cast<size_t>(state_->rank)], id_, 0); }
+
 void Transport::enter(const CallTag& tag) {
-    write_slot(*state_->slots[static_cast<size_t>(state_->rank)],
-               {tag.step, id_, tag.number, seconds_now(), true, describe(tag)});
+    Slot& slot = *state_->slots[static_cast<size_t>(state_->rank)];
+    write_slot(slot, {tag.step, seconds_now(), true, describe(tag)});
+    if (tag.number >= 0) note_begun(slot, id_, tag.number + 1);
 }
 void Transport::leave(const CallTag& tag) {
-    write_slot(*state_->slots[static_cast<size_t>(state_->rank)],
-               {tag.step, id_, tag.number, seconds_now(), false, describe(tag)});
+    write_slot(*state_->slots[static_cast<size_t>(state_->rank)], {tag.step, seconds_now(), false, describe(tag)});
 }
 
 bool Transport::recv_waits_on_host([[maybe_unused]] cudaStream_t stream) const {
@@ -83,6 +100,40 @@ bool Transport::recv_waits_on_host([[maybe_unused]] cudaStream_t stream) const {
 #else
     return false;
 #endif
+}
+
+std::string Transport::timeout_report(int peer, const CallTag& call, double waited) {
+    std::ostringstream text;
+    text.precision(3);
+    text << describe(call) << " at step " << call.step << " has waited " << waited << " s";
+    const bool sends = std::strcmp(call.what, "send") == 0;
+    if (peer >= 0)
+        text << (sends ? " for it to be received by rank " : " for a message from rank ")
+             << members_[static_cast<size_t>(peer)];
+    const double now = seconds_now();
+    std::string missing;
+    for (int member : members_) {
+        Slot* slot = state_->slots[static_cast<size_t>(member)];
+        const bool is_peer = peer >= 0 && members_[static_cast<size_t>(peer)] == member;
+        // In a collective whoever has not begun it holds up all others; for a message it is the other side.
+        if (member == state_->rank || (call.number < 0 && peer >= 0 && !is_peer)) continue;
+        std::ostringstream where;
+        where.precision(3);
+        if (!slot) {
+            if (is_peer) where << "rank " << member << " runs on another machine: its own report tells more";
+        } else if (call.number < 0 || read_begun(*slot, id_) <= call.number) {
+            const SlotCopy at = read_slot(*slot);
+            where << "rank " << member;
+            if (at.since == 0) where << " (has not communicated yet)";
+            else
+                where << " (" << (at.inside ? "inside " : "last seen after ") << at.what << " at step " << at.step
+                      << ", " << now - at.since << " s ago)";
+        }
+        if (!where.str().empty()) missing += (missing.empty() ? "" : ", ") + where.str();
+    }
+    if (!missing.empty()) text << "; missing: " << missing;
+    text << ". (--comm-timeout sets how long to wait)";
+    return text.str();
 }
 
 // All members of a group count their parent's splits alike, and agree on who they are.
@@ -150,36 +201,6 @@ std::function<bool()> HostTransport::watched(std::function<bool()> ready, int fr
         state_->job->fail(state_->rank, timeout_report(from, call, waited));
         return true;
     };
-}
-
-std::string HostTransport::timeout_report(int from, const CallTag& call, double waited) {
-    std::ostringstream text;
-    text.precision(3);
-    text << describe(call) << " at step " << call.step << " has waited " << waited << " s";
-    if (from >= 0) text << " for a message from rank " << members_[static_cast<size_t>(from)];
-    const double now = seconds_now();
-    std::string missing;
-    for (int member : members_) {
-        Slot* slot = state_->slots[static_cast<size_t>(member)];
-        const bool is_peer = from >= 0 && members_[static_cast<size_t>(from)] == member;
-        // In a collective whoever has not begun it holds up all others; for a message it is its sender.
-        if (member == state_->rank || (call.number < 0 && !is_peer)) continue;
-        std::ostringstream where;
-        where.precision(3);
-        if (!slot) {
-            if (is_peer) where << "rank " << member << " runs on another machine: its own report tells more";
-        } else if (const SlotCopy at = read_slot(*slot); at.comm != id_ || at.call < call.number || call.number < 0) {
-            where << "rank " << member;
-            if (at.since == 0) where << " (has not communicated yet)";
-            else
-                where << " (" << (at.inside ? "inside " : "last seen after ") << at.what << " at step " << at.step
-                      << ", " << now - at.since << " s ago)";
-        }
-        if (!where.str().empty()) missing += (missing.empty() ? "" : ", ") + where.str();
-    }
-    if (!missing.empty()) text << "; missing: " << missing;
-    text << ". (--comm-timeout sets how long to wait)";
-    return text.str();
 }
 
 size_t HostTransport::largest_message() const { return device().is_cpu ? kMaxMessageBytes : kStagingBytes; }

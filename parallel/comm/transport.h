@@ -43,25 +43,29 @@ struct Stopped : Error {
 constexpr double kLongestPause = 1;
 
 // Where each rank is, for the watchdog's report: one slot a rank, in memory that all ranks of a machine see.
+constexpr size_t kCommsOfRank = 64;  // communicators of a rank at the same time, at most: axes of the mesh, and pairs
 struct Slot {
     std::atomic_flag lock;  // spinning: the memory may be shared between processes
     int64_t step;
-    uint64_t comm;  // id of the communicator of the last call
-    int64_t call;   // its number
     double since;   // seconds_now() of the last change; 0: has not called yet
     bool inside;    // has the call begun and not ended?
     char what[64];  // "all_reduce #12 of dp"
+    struct Begun {
+        uint64_t comm;
+        int64_t n;  // collectives; 0: the place is free
+    } begun[kCommsOfRank];
 };
 struct SlotCopy {
     int64_t step;
-    uint64_t comm;
-    int64_t call;
     double since;
     bool inside;
     std::string what;
 };
 void write_slot(Slot& slot, const SlotCopy& value);
 SlotCopy read_slot(Slot& slot);
+// So many collectives of a communicator have begun, by its id.
+void note_begun(Slot& slot, uint64_t comm, int64_t n);
+int64_t read_begun(Slot& slot, uint64_t comm);
 
 // trace.cu
 struct TraceEvent {
@@ -156,7 +160,7 @@ class NativeCollectives {
 class Transport {
   public:
     Transport(std::shared_ptr<RankState> state, std::vector<int> members, uint64_t id);
-    virtual ~Transport() = default;
+    virtual ~Transport();
 
     int rank() const { return rank_; }
     int size() const { return static_cast<int>(members_.size()); }
@@ -188,6 +192,8 @@ class Transport {
   protected:
     void enter(const CallTag& tag);  // this rank's slot
     void leave(const CallTag& tag);
+    // peer: the other side of a message; -1: all are waited for.
+    std::string timeout_report(int peer, const CallTag& tag, double waited);
     uint64_t next_id(const std::vector<int>& members);  // for split(): the same on all members
     std::vector<int> to_world(const std::vector<int>& members) const;
 
@@ -239,7 +245,6 @@ class HostTransport : public Transport {
     // may_run for a message, with the watchdog: true also when the job has failed (and then the work does nothing).
     // Waits for `timeouts` times --comm-timeout.
     std::function<bool()> watched(std::function<bool()> ready, int from, const CallTag& tag, double timeouts = 1);
-    std::string timeout_report(int from, const CallTag& tag, double waited);
     void take_checked(void* data, size_t bytes, int from, int64_t number, const CallTag& tag);
     size_t largest_message() const;  // longer ones travel in several
     void* staging(int which);

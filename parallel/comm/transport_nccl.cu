@@ -4,9 +4,9 @@
 // NCCL works in streams by itself. What it is missing is a watchdog: a thread here looks at what each call's event
 // says, and at NCCL's own errors, and aborts the communicator when the job has failed, so that no rank waits for a GPU
 // that is gone. A communicator must not be aborted while a call uses it, nor be used afterwards: calls and the watchdog
-// take turns. A call that does not return because of a rank that is gone keeps its turn; then the process ends with the
-// job (ranks.cu). NCCL adds 16-bit numbers with a rounding at each hop; comm.cu widens them to float32 before it calls
-// all_reduce, reduce_scatter or reduce.
+// take turns. A call whose host waits for another one keeps its turn. The watchdog sees for how long, as it does with
+// calls on streams; but if the call does not return, the process ends with the job (ranks.cu). NCCL adds 16-bit numbers
+// with a rounding at each hop; comm.cu widens them to float32 before it calls all_reduce, reduce_scatter or reduce.
 #include "parallel/comm/transport.h"
 
 #ifdef HAVE_NCCL
@@ -19,6 +19,7 @@
 #include <deque>
 #include <exception>
 #include <thread>
+#include <utility>
 
 namespace {
 
@@ -46,26 +47,39 @@ class NcclTransport final : public Transport, public NativeCollectives {
     NcclTransport(ncclComm_t comm, std::shared_ptr<RankState> state, std::vector<int> members, uint64_t id)
         : Transport(std::move(state), std::move(members), id), comm_(comm), watchdog_([this] { watch(); }) {}
     ~NcclTransport() override {
+        if (group_.owns_lock()) group_.unlock();  // after an error in a group
+        await({"the end", -1, state_->step}, 2);  // ranks need not end at the same time
+        {
+            const std::lock_guard lock(in_use_);
+            // To destroy it waits for the others, who do not come if this rank, or another one, has failed.
+            if (!gone_ && (state_->job->failed() || std::uncaught_exceptions() > 0)) ncclCommAbort(comm_);
+            else if (!gone_) ncclCommDestroy(comm_);
+            gone_ = true;
+        }
         stop_ = true;
         watchdog_.join();
-        for (const Pending& call : pending_) cudaEventDestroy(call.end);
-        if (aborted_) return;
-        // To destroy it waits for the others, who do not come if this rank, or another one, has failed.
-        if (state_->job->failed() || std::uncaught_exceptions() > 0) ncclCommAbort(comm_);
-        else ncclCommDestroy(comm_);
+        for (const Pending& call : pending_)
+            if (call.end) cudaEventDestroy(call.end);
     }
 
     std::shared_ptr<Transport> split(const std::vector<int>& members) override {
         ncclComm_t part = nullptr;
         const auto me = std::find(members.begin(), members.end(), rank()) - members.begin();
+        await({"split", -1, state_->step});
         use([&] { ncclCheck(ncclCommSplit(comm_, members[0], static_cast<int>(me), &part, nullptr)); });
+        {
+            const std::lock_guard lock(mutex_);
+            pending_.pop_back();
+        }
         return std::make_shared<NcclTransport>(part, state_, to_world(members), next_id(members));
     }
 
     void send(const void* data, size_t bytes, int to, cudaStream_t stream) override {
+        note_peer(to);
         use([&] { ncclCheck(ncclSend(data, bytes, ncclUint8, to, comm_, stream)); });
     }
     void recv(void* data, size_t bytes, int from, cudaStream_t stream) override {
+        note_peer(from);
         use([&] { ncclCheck(ncclRecv(data, bytes, ncclUint8, from, comm_, stream)); });
     }
     // What is between them uses the communicator at the end, all at once: it is one turn.
@@ -76,25 +90,20 @@ class NcclTransport final : public Transport, public NativeCollectives {
     void group_end() override {
         use([] { ncclCheck(ncclGroupEnd()); });
         group_.unlock();
+        mark_ends();
     }
 
+    // The slot says where the host is, which is ahead of the stream.
     void begin(cudaStream_t stream) override {
         enter(tag);
-        if (tag.traced) note_time(stream, start_of_call_ = std::make_shared<double>(0), nullptr);
+        await(tag);
+        start_of_call_ = std::make_shared<double>(0);
+        if (tag.traced) note_time(stream, start_of_call_, nullptr);
     }
     void end(cudaStream_t stream, size_t bytes) override {
-        Pending call{tag, make_event()};
-        cudaCheck(cudaEventRecord(call.end, stream));
-        {
-            const std::lock_guard lock(mutex_);
-            pending_.push_back(call);
-        }
-        if (!tag.traced) return;
-        note_time(stream, std::make_shared<double>(0),
-                  [this, call_tag = tag, bytes, start = start_of_call_](double end) {
-                      state_->trace->add({TraceEvent::collective, state_->rank, -1, call_tag.step, bytes,
-                                          *start - state_->started, end - state_->started, describe(call_tag)});
-                  });
+        leave(tag);
+        ended_.push_back({tag, stream, bytes, start_of_call_});
+        if (!group_.owns_lock()) mark_ends();
     }
 
     NativeCollectives* native() override { return this; }
@@ -124,17 +133,51 @@ class NcclTransport final : public Transport, public NativeCollectives {
     }
 
   private:
+    // What the watchdog waits for.
     struct Pending {
         CallTag tag;
-        cudaEvent_t end;
+        int peer = -1;              // of a message
+        double timeouts = 1;        // how long it may take
+        cudaEvent_t end = nullptr;  // on its stream; the host has not put it there yet, and may be waiting itself
     };
+    // A call that has ended on the host. In a group it is on its stream when the group ends, not before.
+    struct Ended {
+        CallTag tag;
+        cudaStream_t stream;
+        size_t bytes;
+        std::shared_ptr<double> start;
+    };
+
+    void await(const CallTag& call, double timeouts = 1) {
+        const std::lock_guard lock(mutex_);
+        pending_.push_back({call, -1, timeouts});
+    }
+    void note_peer(int peer) {
+        const std::lock_guard lock(mutex_);
+        if (tag.number < 0) pending_.back().peer = peer;
+    }
+    void mark_ends() {
+        for (const Ended& call : std::exchange(ended_, {})) {
+            const cudaEvent_t event = make_event();
+            cudaCheck(cudaEventRecord(event, call.stream));
+            {
+                const std::lock_guard lock(mutex_);
+                std::ranges::find(pending_, nullptr, &Pending::end)->end = event;
+            }
+            if (!call.tag.traced) continue;
+            note_time(call.stream, std::make_shared<double>(0), [this, call](double end) {
+                state_->trace->add({TraceEvent::collective, state_->rank, -1, call.tag.step, call.bytes,
+                                    *call.start - state_->started, end - state_->started, describe(call.tag)});
+            });
+        }
+    }
 
     // A turn of the rank's thread. Stopped where the communicator has been aborted.
     template <class Call>
     void use(Call&& call) {
         std::unique_lock lock(in_use_, std::defer_lock);
         if (!group_.owns_lock()) lock.lock();
-        if (aborted_) throw Stopped(state_->job->reason());
+        if (gone_) throw Stopped(state_->job->reason());
         call();
     }
 
@@ -164,40 +207,30 @@ class NcclTransport final : public Transport, public NativeCollectives {
             since += std::max(0.0, now - last - kLongestPause);
             last = now;
             const std::lock_guard lock(mutex_);
-            while (!pending_.empty() && cudaEventQuery(pending_.front().end) == cudaSuccess) {
-                leave(pending_.front().tag);
+            const auto is_over = [](const Pending& call) {
+                return call.end && cudaEventQuery(call.end) == cudaSuccess;
+            };
+            while (!pending_.empty() && is_over(pending_.front())) {
                 cudaEventDestroy(pending_.front().end);
                 pending_.pop_front();
                 since = seconds_now();
             }
             if (pending_.empty()) since = seconds_now();
+            if (const double waited = seconds_now() - since;
+                !pending_.empty() && waited > pending_.front().timeouts * state_->timeout_s())
+                state_->job->fail(state_->rank, timeout_report(pending_.front().peer, pending_.front().tag, waited));
+            const std::unique_lock turn(in_use_, std::try_to_lock);
+            if (!turn.owns_lock() || gone_) continue;
             ncclResult_t error = ncclSuccess;
-            if (!aborted_) ncclCommGetAsyncError(comm_, &error);
+            ncclCommGetAsyncError(comm_, &error);
             if (error != ncclSuccess && error != ncclInProgress)
                 state_->job->fail(state_->rank,
                                   concat("NCCL: ", ncclGetErrorString(error), ": ", ncclGetLastError(comm_)));
-            if (!pending_.empty() && seconds_now() - since > state_->timeout_s())
-                state_->job->fail(state_->rank, timeout_report(pending_.front().tag, seconds_now() - since));
-            const std::unique_lock turn(in_use_, std::try_to_lock);
-            if (turn.owns_lock() && state_->job->failed() && !aborted_) {
-                aborted_ = true;
+            if (state_->job->failed()) {
+                gone_ = true;
                 ncclCommAbort(comm_);
             }
         }
-    }
-
-    std::string timeout_report(const CallTag& call, double waited) {
-        std::string missing;
-        for (int member : members()) {
-            Slot* slot = state_->slots[static_cast<size_t>(member)];
-            if (!slot || member == state_->rank) continue;
-            const SlotCopy at = read_slot(*slot);
-            if (at.comm != id() || at.call < call.number)
-                missing += concat(missing.empty() ? "; missing: " : ", ", "rank ", member, " (last call: ", at.what,
-                                  " at step ", at.step, ")");
-        }
-        return concat(describe(call), " at step ", call.step, " has waited ", static_cast<int>(waited), " s", missing,
-                      ". (--comm-timeout sets how long to wait)");
     }
 
     ncclComm_t comm_;
@@ -206,7 +239,9 @@ class NcclTransport final : public Transport, public NativeCollectives {
     std::unique_lock<std::mutex> group_;  // of in_use_, between group_start and group_end
     std::mutex mutex_;                    // guards pending_
     std::deque<Pending> pending_;
-    std::atomic<bool> stop_{false}, aborted_{false};
+    std::vector<Ended> ended_;
+    bool gone_ = false;  // destroyed or aborted; guarded by in_use_
+    std::atomic<bool> stop_{false};
     std::shared_ptr<double> start_of_call_;
     std::thread watchdog_;  // last: it uses the others
 };
