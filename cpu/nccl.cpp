@@ -287,7 +287,7 @@ std::shared_ptr<Meeting> join(const Key& key, size_t size, size_t place, const C
 void arrive(const Key& key, Meeting& at, size_t place, World& world, bool leaves_copy) {
     const std::lock_guard lock(world.mutex);
     Part& mine = at.parts[place];
-    if (!mine.member) return;  // aborted
+    if (!mine.member || mine.member->aborted) return;
     mine.has_come = true;
     if (std::ranges::all_of(at.parts, &Part::has_come)) {
         complete(at);
