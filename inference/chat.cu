@@ -1,6 +1,7 @@
 // inference/chat.cu: a conversation in the terminal.
 #include "inference/inference.h"
 
+#include <poll.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,12 +15,14 @@ constexpr size_t kMostTyped = 4095;
 
 volatile std::sig_atomic_t g_interrupted = 0;
 
-// While it exists Ctrl-C sets g_interrupted, and a read from the terminal ends early.
+// While it exists Ctrl-C sets g_interrupted, and a poll ends early. A write goes on, as it must where the terminal
+// takes nothing for a while: it would count as one that failed.
 struct CatchInterrupts {
     struct sigaction before {};
     CatchInterrupts() {
         struct sigaction action {};
-        action.sa_handler = [](int) { g_interrupted = 1; };  // without SA_RESTART
+        action.sa_handler = [](int) { g_interrupted = 1; };
+        action.sa_flags = SA_RESTART;
         sigaction(SIGINT, &action, &before);
     }
     ~CatchInterrupts() { sigaction(SIGINT, &before, nullptr); }
@@ -29,9 +32,8 @@ struct CatchInterrupts {
 bool read_line(std::string& line) {
     line.clear();
     for (char c; true;) {
-        const ssize_t n = ::read(STDIN_FILENO, &c, 1);
-        if (n == 0) return !line.empty();
-        if (n < 0) {
+        pollfd input{STDIN_FILENO, POLLIN, 0};
+        if (poll(&input, 1, -1) < 0) {
             if (!g_interrupted) return false;
             g_interrupted = 0;
             line.clear();
@@ -39,6 +41,8 @@ bool read_line(std::string& line) {
             std::fflush(stdout);
             continue;
         }
+        const ssize_t n = ::read(STDIN_FILENO, &c, 1);
+        if (n <= 0) return n == 0 && !line.empty();
         if (c == '\n') return true;
         line += c;
     }
