@@ -280,6 +280,8 @@ int main(int argc, char** argv) {
         RankOptions ranks;
         ranks.ranks = started_by_mpirun() ? 0 : static_cast<int>(options.tp);
         ranks.quiet = true, ranks.planning = options.plan;
+        // The others wait for the one with the requests, which waits for whoever writes them, or reads the answers.
+        ranks.timeout_s = std::numeric_limits<double>::infinity();
         const int n = rank_count(ranks);
         check(options.plan || n == options.tp, "--tp ", options.tp, " under an mpirun of ", n, " processes: give --tp ",
               n, ", or start ", options.tp);

@@ -290,6 +290,28 @@ TEST_CASE("Ctrl-C while the terminal takes nothing ends no conversation", "[gene
     CHECK(slurp(folder / "err").empty());
 }
 
+// Requests come through a pipe, the second after more than the 120 s that ranks of a training wait for each other. Of
+// these seconds a program has 500 in one, by a clock of its own.
+TEST_CASE("ranks that divide a model wait for requests as long as it takes", "[generate][program]") {
+    if (!have_mpirun()) SKIP_TEST("no MPI");
+    if (!device().is_cpu) SKIP_TEST("a GPU's driver would read this clock, too");
+    const TempFolder folder;
+    spit(folder / "clock.c",
+         "#include <sys/syscall.h>\n#include <time.h>\n#include <unistd.h>\n"
+         "int clock_gettime(clockid_t id, struct timespec* t) {\n"
+         "    const int status = syscall(SYS_clock_gettime, id, t);\n"
+         "    t->tv_sec = 500 * t->tv_sec + t->tv_nsec / 2000000, t->tv_nsec = t->tv_nsec % 2000000 * 500;\n"
+         "    return status;\n}\n");
+    const std::string request = R"(echo '{"prompt":"a","tokens":2}')";
+    const Outcome batch = run_shell(concat(
+        "export OMP_NUM_THREADS=1; unset CUDA_CPU_STRICT; cc -shared -fPIC -o ", folder / "clock.so ",
+        folder / "clock.c; mkfifo ", folder / "in; ( ", request, "; sleep 1; ", request, " ) > ", folder / "in & ",
+        mpirun_command(2), "env LD_PRELOAD=", folder / "clock.so ", program_path("generate"), " --model ",
+        trained_run(), " --tp 2 --batch ", folder / "in --out ", folder / "out; echo status $?; kill $! 2> /dev/null"));
+    INFO(batch.out << batch.err);
+    CHECK_THAT(batch.out, ContainsSubstring("2 answers") && ContainsSubstring("status 0"));
+}
+
 TEST_CASE("a model whose logits are not finite is said to be one", "[generate][program]") {
     const TempFolder folder;
     std::filesystem::copy(newest_checkpoint(trained_run()), folder / "model");
