@@ -99,7 +99,8 @@ void run_chat(LoadedModel& model, const GenerateOptions& o) {
                     model.folder.c_str(), chat.name);
     const CatchInterrupts interrupts;
     for (std::string line; true;) {
-        if (terminal) std::printf("> "), std::fflush(stdout);
+        if (terminal) std::printf("> ");
+        std::fflush(stdout);  // a program may read the whole answer before it writes the next message
         if (!read_line(line)) break;
         if (line.ends_with('\r')) line.pop_back();  // of a file from Windows
         if (line.empty()) continue;

@@ -290,6 +290,18 @@ TEST_CASE("Ctrl-C while the terminal takes nothing ends no conversation", "[gene
     CHECK(slurp(folder / "err").empty());
 }
 
+TEST_CASE("a program that holds a conversation has the whole of an answer before it goes on", "[generate][program]") {
+    const TempFolder folder;
+    const Outcome chat = run_shell(concat(
+        "export OMP_NUM_THREADS=1; cd ", folder.path, "; mkfifo in out; exec 3<>in 4<>out; ", program_path("generate"),
+        " --model ", trained_run(), " --chat --tokens 2 --logit-bias 120:100 < in > out 3>&- 4>&- & ",
+        "for said in Hello $(printf %03000d 0) Again; ",
+        "do echo $said >&3; timeout 60 head -n 1 <&4; done; exec 3>&-; wait $!; echo status $?"));
+    INFO(chat.out << chat.err);
+    CHECK(chat.out.starts_with("xx\n(the prompt has "));
+    CHECK(chat.out.ends_with(")\nxx\nstatus 0\n"));
+}
+
 // Requests come through a pipe, the second after more than the 120 s that ranks of a training wait for each other. Of
 // these seconds a program has 500 in one, by a clock of its own.
 TEST_CASE("ranks that divide a model wait for requests as long as it takes", "[generate][program]") {
