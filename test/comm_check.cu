@@ -4,7 +4,7 @@
 //   comm_check [--ranks N] [--trace FOLDER] [--timeout S] [--comm NAME] MODE
 //     check     every collective against a serial sum
 //     throw     rank 1 throws in step 3        exit   it leaves without a word      hang   it sleeps for ever
-//     sizes     ranks disagree on a size
+//     sizes     ranks disagree on a size             roots  they disagree on a root: all send, and none receives
 //     work      all_reduce for ever, printing each rank's process id first: to be killed
 //     overlap   gradients are reduced on a stream of their own while the next are computed, as data parallelism does;
 //               overlap-early and overlap-late leave out one of the two event waits: strict mode reports a race
@@ -127,6 +127,10 @@ void run(int argc, char** argv) {
             return;
         }
         if (mode == "two-streams") return two_streams(world);
+        if (mode == "roots") {
+            comm_check::Buffer x(DType::f32, 100003);  // too many for MPI to take them before their receiver does
+            return world.broadcast(x.tensor, world.rank, device().stream);
+        }
         if (mode != "check") return endless(world, mode);
         const cudaStream_t stream = device().stream;
         comm_check::check_all(

@@ -467,6 +467,12 @@ TEST_CASE("a process that fails, hangs or is killed takes the job down, named", 
     CHECK(run.status != 0);
     CHECK_THAT(run.err, ContainsSubstring("Exit code:    7"));
 
+    CHECK(seconds([&] { run = mpirun(2, "--timeout 2 roots", "timeout 20 "); }) < 15);
+    CHECK(run.status != 0);
+    CHECK_THAT(run.err, ContainsSubstring(": broadcast #0 of world at step 0 has waited 2"));
+    CHECK_THAT(run.err, ContainsSubstring("s for rank 1 to receive a message. (--comm-timeout") ||
+                            ContainsSubstring("s for rank 0 to receive a message. (--comm-timeout"));
+
     // kill -9 at moments of its own: the pid is in the output; mpirun's report names the rank and the signal.
     for (const char* moment : {"0.3", "0.7"}) {
         const TempFolder folder;

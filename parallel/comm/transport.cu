@@ -110,6 +110,8 @@ std::string Transport::timeout_report(int peer, const CallTag& call, double wait
     if (peer >= 0)
         text << (sends ? " for it to be received by rank " : " for a message from rank ")
              << members_[static_cast<size_t>(peer)];
+    else if (const int to = oldest_unsent_to(); to >= 0)
+        text << " for rank " << members_[static_cast<size_t>(to)] << " to receive a message";
     const double now = seconds_now();
     std::string missing;
     for (int member : members_) {

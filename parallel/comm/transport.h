@@ -194,6 +194,7 @@ class Transport {
     void leave(const CallTag& tag);
     // peer: the other side of a message; -1: all are waited for.
     std::string timeout_report(int peer, const CallTag& tag, double waited);
+    virtual int oldest_unsent_to() { return -1; }  // the member for whom the first message in our hands is; -1: none
     uint64_t next_id(const std::vector<int>& members);  // for split(): the same on all members
     std::vector<int> to_world(const std::vector<int>& members) const;
 

@@ -52,6 +52,7 @@ class MpiTransport final : public HostTransport {
   protected:
     void post(int to, int64_t number, const void* data, size_t bytes) override {
         Sending& sending = sendings_.emplace_back();
+        sending.to = to;
         sending.data = std::make_unique_for_overwrite<char[]>(bytes);
         if (bytes > 0) std::memcpy(sending.data.get(), data, bytes);
         mpi_check(MPI_Isend(sending.data.get(), static_cast<int>(bytes), MPI_BYTE, to, static_cast<int>(number % kTags),
@@ -88,11 +89,13 @@ class MpiTransport final : public HostTransport {
         }
         return sendings_.empty();
     }
+    int oldest_unsent_to() override { return sendings_.empty() ? -1 : sendings_.front().to; }
     // With more processes than cores, the one that we wait for may need ours.
     void pause() override { std::this_thread::yield(); }
 
   private:
     struct Sending {
+        int to = 0;
         std::unique_ptr<char[]> data;
         MPI_Request request = MPI_REQUEST_NULL;
     };
