@@ -473,6 +473,12 @@ TEST_CASE("a process that fails, hangs or is killed takes the job down, named", 
     CHECK_THAT(run.err, ContainsSubstring("s for rank 1 to receive a message. (--comm-timeout") ||
                             ContainsSubstring("s for rank 0 to receive a message. (--comm-timeout"));
 
+    // A process that never starts MPI: the others wait inside MPI's start, where nobody has a number yet.
+    CHECK(seconds([&] { run = mpirun(1, "--timeout 0.4 check : -np 1 true", "timeout 20 "); }) < 15);
+    CHECK(run.status == 2);
+    CHECK_THAT(run.err, ContainsSubstring("the start: MPI has waited 2") &&
+                            ContainsSubstring("one of them has ended, hangs, or was started as another program"));
+
     // kill -9 at moments of its own: the pid is in the output; mpirun's report names the rank and the signal.
     for (const char* moment : {"0.3", "0.7"}) {
         const TempFolder folder;

@@ -245,7 +245,7 @@ void add_rank_options(CommandLine& line, TrainOptions& o, TypedFlags& typed) {
     ranks.option(
         "--comm-timeout", o.ranks.timeout_s,
         "seconds that a rank waits for another before the run ends; 30 times as long where models are read or\n"
-        "written");
+        "written, 5 times where MPI starts");
     ranks.option("--trace", o.ranks.trace,
                  "steps to record, as 3 or 3,4: who computes what and sends what to whom when, as text,\n"
                  "and in the folder of the run as trace.json (for ui.perfetto.dev) and trace.png");

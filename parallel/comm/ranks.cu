@@ -155,7 +155,7 @@ void run_as_process(const RankOptions& options, const std::function<void(Comm&)>
     } catch (const std::exception& error) {
         state->job->fail(state->rank, reason_of(error));
     }
-    mpi_finish();
+    mpi_finish(options.timeout_s);
 }
 
 // What all ranks of this process share.

@@ -267,7 +267,7 @@ bool mpi_is_built_in();
 std::shared_ptr<HostTransport> make_mpi_transport(std::shared_ptr<RankState> state);
 int mpi_local_rank();
 [[noreturn]] void mpi_abort();
-void mpi_finish();  // all ranks have come here and nothing is under way
+void mpi_finish(double timeout_s);  // all ranks have come here and nothing is under way
 
 // A plan's: rank 0 of so many ranks that do not exist. Sends nothing.
 std::shared_ptr<Transport> make_plan_transport(std::shared_ptr<RankState> state);

@@ -2,7 +2,8 @@
 //
 // A message is copied and given to MPI_Isend, so that its sender goes on at once. Its receiver asks MPI_Improbe whether
 // it is there, rather than to wait in MPI_Recv: so the watchdog looks at the clock meanwhile, and a message of the
-// wrong size is an error that names both sizes. All calls come from the thread that runs the rank.
+// wrong size is an error that names both sizes. All calls come from the thread that runs the rank. In a few of them MPI
+// itself waits for the other ranks, and would do so for ever: MpiWatchdog.
 #include "parallel/comm/transport.h"
 
 #ifdef HAVE_MPI
@@ -12,6 +13,9 @@
 #include <mpi.h>
 
 #include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <list>
@@ -27,6 +31,49 @@ void mpi_check(int status, const char* what) {
     fail("MPI: ", what, ": ", text);
 }
 
+// While it exists, a thread that ends this process when MPI has not come back after timeout_s. Before MPI has started
+// and after its end no rank can tell another one anything, so it is not known who is missing. mpirun ends the others.
+class MpiWatchdog {
+  public:
+    MpiWatchdog(std::string what, double timeout_s)
+        : thread_([this, what = std::move(what), timeout_s] {
+              std::unique_lock lock(mutex_);
+              double waited = 0;
+              for (double last = seconds_now(); waited < timeout_s;) {
+                  if (changed_.wait_for(lock, std::chrono::milliseconds(100), [&] { return is_back_; })) return;
+                  const double now = seconds_now();
+                  waited += std::min(now - last, kLongestPause);
+                  last = now;
+              }
+              std::fflush(stdout);
+              std::fprintf(
+                  stderr,
+                  "%s: MPI has waited %.3g s for the other ranks: one of them has ended, hangs, or was started "
+                  "as another program. (--comm-timeout sets how long to wait)\n",
+                  what.c_str(), waited);
+              std::fflush(stderr);
+              std::_Exit(2);
+          }) {}
+    MpiWatchdog(const MpiWatchdog&) = delete;
+    ~MpiWatchdog() {
+        {
+            const std::lock_guard lock(mutex_);
+            is_back_ = true;
+        }
+        changed_.notify_one();
+        thread_.join();
+    }
+
+  private:
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    bool is_back_ = false;
+    std::thread thread_;  // the last member: it uses the others
+};
+
+constexpr double kStartTimeouts = 5;  // of --comm-timeout: all machines load the program
+constexpr double kEndTimeouts = 30;   // rank 0 may still write a trace
+
 constexpr int64_t kTags = 32768;  // as many as every MPI has. Messages of one pair do not overtake, so reuse is safe
 
 class MpiTransport final : public HostTransport {
@@ -38,6 +85,7 @@ class MpiTransport final : public HostTransport {
         int finalized = 0;
         MPI_Finalized(&finalized);
         if (finalized || state_->job->failed()) return;
+        const MpiWatchdog watchdog(concat("the end of ", name), kEndTimeouts * state_->timeout_s());
         while (!all_sent()) pause();
         if (comm_ != MPI_COMM_WORLD) MPI_Comm_free(&comm_);
     }
@@ -45,6 +93,7 @@ class MpiTransport final : public HostTransport {
     std::shared_ptr<Transport> split(const std::vector<int>& members) override {
         const auto me = std::find(members.begin(), members.end(), rank()) - members.begin();
         MPI_Comm part = MPI_COMM_NULL;
+        const MpiWatchdog watchdog(concat("a split of ", name), kStartTimeouts * state_->timeout_s());
         mpi_check(MPI_Comm_split(comm_, members[0], static_cast<int>(me), &part), "splitting a communicator");
         return std::make_shared<MpiTransport>(part, state_, to_world(members), next_id(members));
     }
@@ -116,6 +165,7 @@ bool mpi_is_built_in() { return true; }
 int mpi_local_rank() { return local_rank; }
 
 std::shared_ptr<HostTransport> make_mpi_transport(std::shared_ptr<RankState> state) {
+    const MpiWatchdog watchdog("the start", kStartTimeouts * state->timeout_s());
     int is_initialized = 0, level = 0;
     MPI_Initialized(&is_initialized);
     if (!is_initialized) mpi_check(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &level), "starting");
@@ -164,7 +214,10 @@ void mpi_abort() {
     MPI_Abort(MPI_COMM_WORLD, 2);
     std::abort();  // MPI_Abort does not return, but does not say so
 }
-void mpi_finish() { MPI_Finalize(); }
+void mpi_finish(double timeout_s) {
+    const MpiWatchdog watchdog("the end", kEndTimeouts * timeout_s);
+    MPI_Finalize();
+}
 
 #else
 
@@ -174,6 +227,6 @@ std::shared_ptr<HostTransport> make_mpi_transport(std::shared_ptr<RankState>) {
     fail("this program was built without MPI: install it (./install.sh) and run make again, or use --ranks N");
 }
 void mpi_abort() { std::abort(); }
-void mpi_finish() {}
+void mpi_finish(double) {}
 
 #endif
