@@ -181,6 +181,12 @@ void finish(Run& run) {
 // a fault.
 void run_rank(const TrainOptions& options, std::string fault, Comm& world, std::atomic<bool>& starts,
               std::string& trace_folder, TracedPipeline& traced_pipeline) {
+    // Before all that follows from the flags: ranks with other ones make another mesh, and wait for each other there.
+    if (started_by_mpirun()) {
+        starts = agree_to_start(world, fault);
+        if (!starts) return;
+        if (world.size > 1) check_same_flags(world, options);
+    }
     std::vector<Axis> axes = {{"dp", static_cast<int>(options.data_ranks())}};
     if (options.pp > 1) axes.push_back({"pp", static_cast<int>(options.pp)});
     if (options.cp > 1) axes.push_back({"cp", static_cast<int>(options.cp)});
@@ -189,7 +195,7 @@ void run_rank(const TrainOptions& options, std::string fault, Comm& world, std::
     std::optional<Trainer> trainer;
     std::optional<RunData> data;
     if (options.account) stand_in_for(options.device_spec);
-    if (fault.empty()) fault = open_run(options, mesh, trainer, data);
+    fault = open_run(options, mesh, trainer, data);
     if (options.plan && !started_by_mpirun()) {  // the other ranks do not exist
         if (!fault.empty()) fail(fault);
         return print_plan(*trainer);

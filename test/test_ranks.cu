@@ -452,6 +452,9 @@ TEST_CASE("ranks that were started differently are refused by name", "[program][
         {program, data + common + " --zero 1", "--zero is '1' here"},
         {program, data + common + " --stop-after 1", "--stop-after is '1' here"},
         {program, data + common + " --model mfa-tiny", "--model is 'mfa-tiny' here"},
+        // These make another mesh, or end where the others begin.
+        {program, data + common + " --tp 2", "--tp is '2' here"},
+        {program, data + common + " --plan", "--plan is 'on' here"},
         {program, " --data " + (folder / "other.txt") + common, "--data is "},
         {folder / "train_gpt", data + common, "the program is "}};
     for (const auto& [its_program, flags, words] : others) {

@@ -62,19 +62,6 @@ std::string program_hash() {
     return std::filesystem::exists(path) ? std::to_string(hash_name(read_text_file(path))) : "unknown";
 }
 
-// What must not differ between ranks. Options are typed once, but mpirun may start different programs on different
-// machines, and each rank opens its own files.
-std::vector<std::pair<std::string, std::string>> what_must_agree(const Trainer& t, const RunData& data) {
-    std::vector<std::pair<std::string, std::string>> things;
-    if (started_by_mpirun()) things.push_back({"the program", program_hash()});  // threads are one process
-    for (const auto& [flag, value] : t.options.identity) things.push_back({flag, value});
-    for (const auto& [flag, value] : t.options.of_this_call)
-        if (flag != "--out") things.push_back({flag, value});  // rank 0's is that of all
-    things.push_back({"config.json", config_to_json(t.config)});
-    things.push_back({"the length of the data in tokens", concat(data.identity.train_n, " and ", data.identity.val_n)});
-    return things;
-}
-
 // What a terminal can show: control characters and bytes that are not UTF-8 become dots.
 std::string printable_text(const std::string& text) {
     std::string out;
@@ -192,6 +179,16 @@ std::string open_run(const TrainOptions& o, Mesh& mesh, std::optional<Trainer>& 
     }
 }
 
+// Flags are typed once, but mpirun may start different programs on different machines.
+void check_same_flags(Comm& world, const TrainOptions& o) {
+    std::vector<std::pair<std::string, std::string>> things = {
+        {"the program", program_hash()}, {"--plan", o.plan ? "on" : "off"}, {"--account", o.account ? "on" : "off"}};
+    for (const auto& [flag, value] : o.identity) things.push_back({flag, value});
+    for (const auto& [flag, value] : o.of_this_call)
+        if (flag != "--out") things.push_back({flag, value});  // rank 0's is that of all
+    check_same_everywhere(world, things);
+}
+
 bool agree_to_start(Comm& world, const std::string& fault) {
     bool everywhere = true;
     if (world.size > 1)
@@ -223,7 +220,11 @@ std::vector<int32_t> RunData::prompt() const {
 std::unique_ptr<RunFolder> settle_folder(Trainer& t, const RunData& data) {
     const bool first = t.world.rank == 0;
     std::string& out = t.options.out;
-    if (t.world.size > 1) check_same_everywhere(t.world, what_must_agree(t, data));
+    // Each rank has opened its own files.
+    if (t.world.size > 1)
+        check_same_everywhere(t.world, {{"config.json", config_to_json(t.config)},
+                                        {"the length of the data in tokens",
+                                         concat(data.identity.train_n, " and ", data.identity.val_n)}});
     check_disk_space(t);
     std::unique_ptr<RunFolder> folder;
     if (first) {

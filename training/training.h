@@ -513,6 +513,8 @@ std::string open_run(const TrainOptions& options, Mesh& mesh, std::optional<Trai
 // rank's end is an accident for the others. A fault that only some ranks have is thrown there. Collective; false: do
 // not start.
 bool agree_to_start(Comm& world, const std::string& fault);
+// Error where this rank is another program than rank 0, or has other flags. Collective.
+void check_same_flags(Comm& world, const TrainOptions& options);
 // Error where ranks were given different things, the disk has no room for the run, or the folder has another run.
 // Chooses --out where it was not given. Returns rank 0's hold on the folder. Collective.
 std::unique_ptr<RunFolder> settle_folder(Trainer& trainer, const RunData& data);
