@@ -163,7 +163,7 @@ train_ours() {
     local pid=$!
     watch_memory $pid "$work/peak" &
     while kill -0 $pid 2> /dev/null && [ "$rows" -le $n ] && [ "$(seconds_left)" -gt 2 ]; do
-        sleep 0.1
+        sleep 0.25  # a small model has enough steps sooner than its memory has been looked at once more
         rows=$(wc -l 2> /dev/null < "$run/log.csv" || echo 0)
     done
     kill -9 $pid 2> /dev/null
