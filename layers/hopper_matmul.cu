@@ -416,8 +416,7 @@ void launch(Tensor out, Tensor a, Tensor b, const MatmulOptions& o, cudaStream_t
                                  o.alpha,
                                  narrow(ceil_div(K, int64_t{kStepK}), "steps")};
     const auto kernel = hopper_matmul_kernel<Number, kBTransposed, kFinish>;
-    cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                   static_cast<int>(kSharedBytes<kFinish>)));
+    allow_shared(kernel, kSharedBytes<kFinish>);
     kernel<<<std::min(grid.tiles(), device().sm_count), R::kThreads, kSharedBytes<kFinish>, stream>>>(
         operand_maps<typename R::Tile>(a, false, b, kBTransposed),
         matrix_map(o.before_gelu ? o.before_gelu : out, kGroupRows), grid, args);

@@ -323,8 +323,7 @@ Schedule schedule_of(int64_t M, int64_t N, int64_t K) {
 template <class Number, bool kATransposed, bool kBTransposed>
 void launch_split(const Schedule& schedule, const Result& result, Tensor a, Tensor b, cudaStream_t stream) {
     const auto kernel = hopper_matmul_split_kernel<Number, kATransposed, kBTransposed>;
-    cudaCheck(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kSharedBytes)));
+    allow_shared(kernel, kSharedBytes);
     const int blocks = std::max(std::min(schedule.whole_tiles, device().sm_count), schedule.pieces);
     kernel<<<blocks, kThreads, kSharedBytes, stream>>>(operand_maps<Tile>(a, kATransposed, b, kBTransposed), schedule,
                                                        result);
