@@ -373,7 +373,7 @@ void adopt_saved_options(CommandLine& line, TrainOptions& o) {
                                 (line.given("--new-data") && flag == "--val-fraction");
         const std::string own = line.value_of(flag);
         check(!line.given(flag) || may_change || same_value(own, value), flag, " ", own, " differs from the run in ",
-              o.out, value.empty() ? ", which has no " : ", which has ", flag, value.empty() ? "" : " ", value, ": ",
+              o.out, ", which has ", value.empty() ? concat("no ", flag) : concat(flag, " ", value), ": ",
               kScheduleFlags.count(flag) ? "leave the flag away, give a new --schedule with more --steps"
                                          : "leave the flag away",
               ", or start a new run with another --out");
