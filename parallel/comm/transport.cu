@@ -194,11 +194,9 @@ void HostTransport::host_step(cudaStream_t stream, std::function<bool()> may_run
 
 std::function<bool()> HostTransport::watched(std::function<bool()> ready, int from, const CallTag& call,
                                              double timeouts) {
-    return [this, ready = std::move(ready), from, call, timeouts, waited = 0.0, last = 0.0]() mutable {
+    return [this, ready = std::move(ready), from, call, timeouts, time = WaitedTime()]() mutable {
         if (state_->job->failed() || ready()) return true;
-        const double now = seconds_now();
-        if (last > 0) waited += std::min(now - last, kLongestPause);
-        last = now;
+        const double waited = time.seconds();
         if (waited < timeouts * state_->timeout_s()) return false;
         state_->job->fail(state_->rank, timeout_report(from, call, waited));
         return true;

@@ -10,6 +10,7 @@
 
 #include "parallel/comm/comm.h"
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <functional>
@@ -41,6 +42,19 @@ struct Stopped : Error {
 // The watchdog asks again and again. Between two questions at most this counts as waiting, in seconds: a process that
 // was stopped (Ctrl-Z) and goes on has waited for nobody meanwhile.
 constexpr double kLongestPause = 1;
+class WaitedTime {
+  public:
+    // Seconds since the first question: it is asked again and again.
+    double seconds() {
+        const double now = seconds_now();
+        if (last_ > 0) seconds_ += std::min(now - last_, kLongestPause);
+        last_ = now;
+        return seconds_;
+    }
+
+  private:
+    double seconds_ = 0, last_ = 0;
+};
 
 // Where each rank is, for the watchdog's report: one slot a rank, in memory that all ranks of a machine see.
 constexpr size_t kCommsOfRank = 64;  // communicators of a rank at the same time, at most: axes of the mesh, and pairs

@@ -38,13 +38,10 @@ class MpiWatchdog {
     MpiWatchdog(std::string what, double timeout_s)
         : thread_([this, what = std::move(what), timeout_s] {
               std::unique_lock lock(mutex_);
-              double waited = 0;
-              for (double last = seconds_now(); waited < timeout_s;) {
+              WaitedTime time;
+              double waited = time.seconds();
+              for (; waited < timeout_s; waited = time.seconds())
                   if (changed_.wait_for(lock, std::chrono::milliseconds(100), [&] { return is_back_; })) return;
-                  const double now = seconds_now();
-                  waited += std::min(now - last, kLongestPause);
-                  last = now;
-              }
               std::fflush(stdout);
               std::fprintf(
                   stderr,

@@ -199,13 +199,9 @@ class NcclTransport final : public Transport, public NativeCollectives {
 
     void watch() {
         cudaSetDevice(device_index_);
-        double since = seconds_now();  // when the oldest call became the oldest
-        double last = since;
+        WaitedTime time;  // since the oldest call became the oldest
         while (!stop_) {
             std::this_thread::sleep_for(std::chrono::milliseconds(20));
-            const double now = seconds_now();
-            since += std::max(0.0, now - last - kLongestPause);
-            last = now;
             const std::lock_guard lock(mutex_);
             const auto is_over = [](const Pending& call) {
                 return call.end && cudaEventQuery(call.end) == cudaSuccess;
@@ -213,11 +209,10 @@ class NcclTransport final : public Transport, public NativeCollectives {
             while (!pending_.empty() && is_over(pending_.front())) {
                 cudaEventDestroy(pending_.front().end);
                 pending_.pop_front();
-                since = seconds_now();
+                time = {};
             }
-            if (pending_.empty()) since = seconds_now();
-            if (const double waited = seconds_now() - since;
-                !pending_.empty() && waited > pending_.front().timeouts * state_->timeout_s())
+            if (pending_.empty()) time = {};
+            else if (const double waited = time.seconds(); waited > pending_.front().timeouts * state_->timeout_s())
                 state_->job->fail(state_->rank, timeout_report(pending_.front().peer, pending_.front().tag, waited));
             const std::unique_lock turn(in_use_, std::try_to_lock);
             if (!turn.owns_lock() || gone_) continue;
