@@ -161,7 +161,9 @@ Epilogues check_epilogues(DType dtype, int64_t M, int64_t N, int64_t K, const st
     matmul(dout, left, right, {.gelu_input = inp}, s);
     Values expected = plain;
     for (size_t i = 0; i < x.size(); ++i) expected[i] *= gelu_slope(x[i]);
-    check_close(dout.values(), expected, 3 * u + 0x1p-20, 1.2 * sum + 0x1p-20, what + ": gelu'");
+    // NVIDIA's derivative in float32 keeps fewer digits than ours: on an H100 it was off by 1.5e-5 at x = -3.5.
+    const double slope = device().is_cpu ? 0 : 0x1p-15 * largest(plain);
+    check_close(dout.values(), expected, 3 * u + 0x1p-20, 1.2 * sum + slope + 0x1p-20, what + ": gelu'");
 
     // out (K, N) = left^T rows: the sums are over the M rows of left, as a bias gradient's.
     matmul(sum_product, left, rows, {.transpose_a = true, .a_row_sums = sums, .scratch = scratch}, s);
