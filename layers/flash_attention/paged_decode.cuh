@@ -106,63 +106,82 @@ __device__ __forceinline__ void copy_rows(const DecodeShared& at, const Pool<Sto
         }
 }
 
-// Rotates the pair i of a head of D columns, or leaves it as it is; calls store(column, number) for both.
-template <class Number, class Store>
-__device__ __forceinline__ void rotate_pair(const Number* head, const float* turns, int i, int D, bool neighbours,
-                                            const Store& store) {
-    const int first = neighbours ? 2 * i : i, second = neighbours ? 2 * i + 1 : i + D / 2;
-    float x1 = to_float(head[first]), x2 = to_float(head[second]);
-    if (turns) rotate_point(x1, x2, turns[i], turns[D / 2 + i]);
-    store(first, from_float<Number>(x1));
-    store(second, from_float<Number>(x2));
-}
-
-// The rotations of the new row's position.
+// Two columns of a head, which are rotated together.
 template <class Number>
-__device__ __forceinline__ const float* turns_of(const NewRows<Number>& fresh, int row, int D) {
-    if (!fresh.keys || !fresh.table) return nullptr;
-    const int64_t position = fresh.positions[row];
-    if (position < 0 || position >= fresh.n_positions) __trap();
-    return fresh.table + position * D;
-}
+struct ColumnPair {
+    int first = 0, second = 0;
+    Number x{}, y{};
 
+    __device__ __forceinline__ void load(const Number* head, int i, int D, bool neighbours) {
+        first = neighbours ? 2 * i : i, second = neighbours ? 2 * i + 1 : i + D / 2;
+        x = head[first], y = head[second];
+    }
+    __device__ __forceinline__ void rotate(float cosine, float sine) {
+        float x1 = to_float(x), x2 = to_float(y);
+        rotate_point(x1, x2, cosine, sine);
+        x = from_float<Number>(x1), y = from_float<Number>(x2);
+    }
+    template <class To>
+    __device__ __forceinline__ void store(To* head) const {
+        if constexpr (std::is_same_v<To, float>) head[first] = to_float(x), head[second] = to_float(y);
+        else head[first] = x, head[second] = y;
+    }
+};
+
+// What a thread has of the block's queries, and of the chunk's new key and value: a pair of columns of each, or none.
+// Where they go, and how far they are rotated, was there when the step began. The numbers are asked for all at a time.
 template <class Number>
-__device__ __forceinline__ void load_queries(const DecodeShared& at, const DecodeBlock& block, Heads<const Number> q,
-                                             const NewRows<Number>& fresh, const DecodeShape& d) {
-    const int D = d.s.D;
-    const float* turns = turns_of(fresh, block.chunk.row, D);
-    for (int i = threadIdx.x; i < block.n * (D / 2); i += kDecodeThreads) {
-        const int r = i / (D / 2);
-        float* to = at.q + r * D;
-        rotate_pair(q.head(0, block.first + r) + block.chunk.row * q.token_stride, turns, i % (D / 2), D,
-                    fresh.neighbours, [&](int column, Number x) { to[column] = to_float(x); });
-    }
-}
+struct NewPairs {
+    static_assert(kMostItems <= 2 * kDecodeThreads);
+    int i;  // of the D / 2 pairs of a head
+    float cosine = 1, sine = 0;
+    int64_t pool_row = 0;
+    bool has_query = false, has_key = false;
+    ColumnPair<Number> query, key, value;
 
-// The new key and value to place j of the pass, and, `stores`, to the pool.
-template <class Number, class Stored>
-__device__ __forceinline__ void add_new_row(const DecodeShared& at, const DecodeBlock& block, const Pool<Stored>& pool,
-                                            const NewRows<Number>& fresh, int j, bool stores, const DecodeShape& d) {
-    const PagedShape& s = d.s;
-    const int64_t row = fresh.rows[block.chunk.row];
-    if (row < 0 || row >= static_cast<int64_t>(s.n_pages) * s.P) __trap();
-    Stored* const pool_key = pool.numbers + ((row / s.P * s.page_heads + block.head) * s.P + row % s.P) * s.D;
-    Stored* const pool_value = pool_key + static_cast<int64_t>(s.values) * s.P * s.D;
-    Stored* const key = reinterpret_cast<Stored*>(at.keys + j * d.key_pitch);
-    Stored* const value = reinterpret_cast<Stored*>(at.values + j * d.value_pitch);
-    const Number* from = fresh.keys + block.chunk.row * fresh.key_stride + block.head * fresh.key_head_stride;
-    const float* turns = turns_of(fresh, block.chunk.row, s.D);
-    for (int i = threadIdx.x; i < s.D / 2; i += kDecodeThreads)
-        rotate_pair(from, turns, i, s.D, fresh.neighbours, [&](int column, Number x) {
-            key[column] = x;
-            if (stores) pool_key[column] = x;
-        });
-    from = fresh.values + block.chunk.row * fresh.value_stride + block.head * fresh.value_head_stride;
-    for (int c = threadIdx.x; c < s.D; c += kDecodeThreads) {
-        value[c] = from[c];
-        if (stores) pool_value[c] = from[c];
+    __device__ __forceinline__ NewPairs(const DecodeBlock& block, const NewRows<Number>& fresh, const DecodeShape& d)
+        : i(static_cast<int>(threadIdx.x) % (d.s.D / 2)) {
+        const PagedShape& s = d.s;
+        if (!fresh.keys) return;
+        const int64_t row = fresh.rows[block.chunk.row];
+        if (row < 0 || row >= static_cast<int64_t>(s.n_pages) * s.P) __trap();
+        pool_row = (row / s.P * s.page_heads + block.head) * s.P + row % s.P;
+        if (!fresh.table) return;
+        const int64_t position = fresh.positions[block.chunk.row];
+        if (position < 0 || position >= fresh.n_positions) __trap();
+        cosine = fresh.table[position * s.D + i], sine = fresh.table[position * s.D + s.D / 2 + i];
     }
-}
+    __device__ __forceinline__ void load_query(const DecodeBlock& block, Heads<const Number> q, bool neighbours,
+                                               const DecodeShape& d) {
+        const int r = static_cast<int>(threadIdx.x) / (d.s.D / 2);
+        if ((has_query = r < block.n))
+            query.load(q.head(0, block.first + r) + block.chunk.row * q.token_stride, i, d.s.D, neighbours);
+    }
+    __device__ __forceinline__ void load_key_and_value(const DecodeBlock& block, const NewRows<Number>& fresh,
+                                                       const DecodeShape& d) {
+        if (!(has_key = static_cast<int>(threadIdx.x) < d.s.D / 2)) return;
+        const int64_t row = block.chunk.row;
+        key.load(fresh.keys + row * fresh.key_stride + block.head * fresh.key_head_stride, i, d.s.D, fresh.neighbours);
+        value.load(fresh.values + row * fresh.value_stride + block.head * fresh.value_head_stride, i, d.s.D, true);
+    }
+    __device__ __forceinline__ void store_query(const DecodeShared& at, bool rotates, const DecodeShape& d) {
+        if (!has_query) return;
+        if (rotates) query.rotate(cosine, sine);
+        query.store(at.q + static_cast<int>(threadIdx.x) / (d.s.D / 2) * d.s.D);
+    }
+    // To place j of the pass, and, `stores`, to the pool.
+    __device__ __forceinline__ void store_key_and_value(const DecodeShared& at, Number* pool, bool rotates, int j,
+                                                        bool stores, const DecodeShape& d) {
+        if (!has_key) return;
+        if (rotates) key.rotate(cosine, sine);
+        key.store(reinterpret_cast<Number*>(at.keys + j * d.key_pitch));
+        value.store(reinterpret_cast<Number*>(at.values + j * d.value_pitch));
+        if (!stores) return;
+        Number* const pool_key = pool + pool_row * d.s.D;
+        key.store(pool_key);
+        value.store(pool_key + static_cast<int64_t>(d.s.values) * d.s.P * d.s.D);
+    }
+};
 
 // x[r] = scale log2(e) dot(query r, key j): a sum in ascending order of the columns.
 template <class Stored>
@@ -253,6 +272,8 @@ __global__ void __launch_bounds__(kDecodeThreads)
     const int z = static_cast<int>(blockIdx.z);
     const bool nothing = s.parallel && (z < first_split || z >= end_split);
     const int n_items = block.n * s.Dv;
+    NewPairs<Number> mine(block, fresh, d);
+    const bool rotates = fresh.keys && fresh.table;
     bool waited = false;
     for (int split = s.parallel ? z : first_split; !nothing && split < (s.parallel ? z + 1 : end_split); ++split) {
         const int begin = max(block.begin, split * s.split), end = min(block.end, (split + 1) * s.split);
@@ -268,13 +289,16 @@ __global__ void __launch_bounds__(kDecodeThreads)
             }
             __syncthreads();  // the rows are there
             copy_rows(at, pool, has_new ? n - 1 : n, d);
+            const bool has_queries = waited;
             if (!waited) {
                 wait_for_previous();
                 waited = true;
-                load_queries(at, block, q, fresh, d);
+                mine.load_query(block, q, fresh.neighbours, d);
             }
+            if (has_new) mine.load_key_and_value(block, fresh, d);
+            if (!has_queries) mine.store_query(at, rotates, d);
             if constexpr (std::is_same_v<Number, Stored>)
-                if (has_new) add_new_row(at, block, pool, fresh, n - 1, block.first % s.group == 0, d);
+                if (has_new) mine.store_key_and_value(at, pool.numbers, rotates, n - 1, block.first % s.group == 0, d);
             cp_async_wait<0>();
             __syncthreads();  // keys, values and queries are there
             compute_decode_probs<Stored>(at, block.n, n, d);
