@@ -51,12 +51,14 @@ __device__ __forceinline__ void draw_quad(float& best, int& token, const float* 
         if (score[i] > best) best = score[i], token = v + i;
 }
 
-constexpr int kDrawThreads = kOnCpu ? 1 : 1024;
+constexpr int kDrawThreads = kOnCpu ? 1 : 1024, kAhead = kOnCpu ? 1 : 4;
 
 __global__ void __launch_bounds__(kDrawThreads)
     draw_kernel(int* results, const float* x_rows, const SamplingDistribution* distributions, const SamplingRule* rules,
                 int columns, int result_columns) {
     __shared__ uint64_t scratch[kWarp];
+    let_next_start();
+    wait_for_previous();
     const int64_t row = blockIdx.x;
     const float* x_row = x_rows + row * columns;
     const SamplingDistribution its = distributions[row];
@@ -86,9 +88,9 @@ void draw_tokens(Tensor results, Tensor x, Tensor distributions, Tensor rules, c
     const int64_t rows = expect_rows("draw_tokens", x, distributions, rules);
     expect("draw_tokens", "results", results, DType::i32, {rows, -1});
     if (rows == 0) return;
-    draw_kernel<<<static_cast<unsigned>(rows), kDrawThreads, 0, stream>>>(
-        results.ptr<int>(), x.ptr<float>(), structs<SamplingDistribution>(distributions), structs<SamplingRule>(rules),
-        static_cast<int>(x.shape[1]), narrow(results.shape[1], "columns of results"));
+    EarlyLaunch(static_cast<unsigned>(rows), kDrawThreads, 0, stream)(
+        "draw_kernel", draw_kernel, results.ptr<int>(), x.ptr<float>(), structs<SamplingDistribution>(distributions),
+        structs<SamplingRule>(rules), static_cast<int>(x.shape[1]), narrow(results.shape[1], "columns of results"));
     launched("draw_kernel", {.reads = bytes_of(x, distributions, rules),
                              .writes = rows * int64_t{sizeof(int)},
                              .flops = 2.0 * static_cast<double>(x.n())});

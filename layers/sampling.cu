@@ -32,6 +32,8 @@ template <class T, int n>
 __global__ void __launch_bounds__(kThreads)
     adjust_kernel(float* x_rows, const T* logits, const SamplingRule* rules, const LogitAdjustment* adjustments, int V,
                   int Vp, int columns) {
+    let_next_start();
+    wait_for_previous();
     const int64_t row = blockIdx.x;
     const int first = static_cast<int>(blockIdx.y) * kPieceColumns, end = min(first + kPieceColumns, columns);
     float* x_row = x_rows + row * columns;
@@ -140,10 +142,13 @@ __global__ void __launch_bounds__(kThreads)
                         int columns) {
     __shared__ float scratch[kWarp];
     __shared__ Bins bins;
+    let_next_start();
+    wait_for_previous();
     const int64_t row = blockIdx.x;
     const float* x_row = x_rows + row * columns;
     const SamplingRule rule = rules[row];
 
+    constexpr int kAhead = kOnCpu ? 1 : 16;
     float largest[kN];
     for (int l = 0; l < kN; ++l) largest[l] = -INFINITY;
     for (int v = static_cast<int>(threadIdx.x) * kN; v < columns; v += kAhead * kThreads * kN) {
@@ -197,9 +202,10 @@ void adjust_logits(Tensor x, Tensor logits, Tensor rules, Tensor adjustments, in
     dispatch_chunks(logits.dtype, row_n_of_chunks(logits), [&](auto chunk) {
         using T = typename decltype(chunk)::Element;
         const dim3 grid(static_cast<unsigned>(rows), static_cast<unsigned>(ceil_div(columns, kPieceColumns)));
-        adjust_kernel<T, decltype(chunk)::n><<<grid, kThreads, 0, stream>>>(
-            x.ptr<float>(), logits.ptr<T>(), structs<SamplingRule>(rules), structs<LogitAdjustment>(adjustments),
-            static_cast<int>(V), narrow(Vp, "columns of logits"), static_cast<int>(columns));
+        EarlyLaunch(grid, kThreads, 0, stream)("adjust_kernel", adjust_kernel<T, decltype(chunk)::n>, x.ptr<float>(),
+                                               logits.ptr<T>(), structs<SamplingRule>(rules),
+                                               structs<LogitAdjustment>(adjustments), static_cast<int>(V),
+                                               narrow(Vp, "columns of logits"), static_cast<int>(columns));
         const int64_t adjusted = adjustments.shape[0] * int64_t{sizeof(float)};  // of x: read when it has been written
         launched("adjust_kernel",
                  {.reads = bytes_of_tokens<T, decltype(chunk)::n>(logits, V) + bytes_of(rules, adjustments) + adjusted,
@@ -210,8 +216,8 @@ void adjust_logits(Tensor x, Tensor logits, Tensor rules, Tensor adjustments, in
 void sampling_distributions(Tensor distributions, Tensor x, Tensor rules, cudaStream_t stream) {
     const int64_t rows = expect_rows("sampling_distributions", x, distributions, rules);
     if (rows == 0) return;
-    distribution_kernel<<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(
-        structs<SamplingDistribution>(distributions), x.ptr<float>(), structs<SamplingRule>(rules),
-        static_cast<int>(x.shape[1]));
+    EarlyLaunch(static_cast<unsigned>(rows), kThreads, 0, stream)(
+        "distribution_kernel", distribution_kernel, structs<SamplingDistribution>(distributions), x.ptr<float>(),
+        structs<SamplingRule>(rules), static_cast<int>(x.shape[1]));
     launched("distribution_kernel", {.reads = bytes_of(x, rules), .writes = bytes_of(distributions)});
 }

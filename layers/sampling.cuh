@@ -2,13 +2,13 @@
 #pragma once
 
 #include "layers/chunk.cuh"
+#include "layers/early_launch.cuh"
 #include "layers/layers.h"
 
 namespace {
 
 constexpr int kThreads = kOnCpu ? 1 : 256;  // of the block that has a row
 constexpr int kN = kChunk<float>;
-constexpr int kAhead = kOnCpu ? 1 : 4;  // chunks that a thread asks for before it waits for the first
 constexpr int64_t kMostTokens = int64_t{1} << 18;
 
 // A barrier, where the block has more than one thread.
@@ -48,7 +48,8 @@ __device__ __forceinline__ uint64_t team_largest(uint64_t key, uint64_t* scratch
 }
 
 // The chunks that this thread of n_threads has at v, v + n_threads kN, ...: kAhead of them, -infinity behind the row.
-template <int n_threads>
+// All are asked for before the first is waited for.
+template <int n_threads, int kAhead>
 __device__ __forceinline__ void load_ahead(float (&x)[kAhead][kN], const float* x_row, int v, int columns) {
 #pragma unroll
     for (int k = 0; k < kAhead; ++k) {
