@@ -173,12 +173,12 @@ void apply_head(const Pass& p, const Residual& x) {
         cross_entropy_forward(losses, logits, targets, p.model.config.V, p.stream);
     });
 }
-// Inference: the head is for the rows that a wanted token follows. The stream's rows are looked up as an embedding's.
+// Inference: the head is for the rows that a wanted token follows. The stream's rows, and what the last block adds to
+// them, are looked up as those of tokens and positions are, and added.
 Residual wanted_rows(const Pass& p, const Residual& x) {
-    const int64_t R = p.acts.logit_rows.n(), C = p.model.local.C;
-    residual_add(p.acts.embedded, x.sum, x.branch, p.stream);
-    embedding_forward(p.acts.last.view({1, R, C}), p.acts.logit_rows.view({1, R}), {}, p.acts.embedded, {}, p.stream);
-    return {p.acts.last, {}};
+    const Tensor to = p.acts.final_norm.sum, rows = p.acts.logit_rows.view({1, p.acts.logit_rows.n()});
+    embedding_forward(to.view({1, to.rows(), to.cols()}), rows, rows, x.sum, x.branch, p.stream);
+    return {to, {}};
 }
 void apply_head_backward(const Pass& p, Tensor dx) {
     Workspace ws = p.workspace;

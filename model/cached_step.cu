@@ -35,7 +35,6 @@ Activations take_step_activations(const Model& model, const CachePools& pools, c
     acts.cache_rows = take(N);
     acts.logit_rows = take(largest.logits);
     acts.page_table = take(n_pages);
-    acts.last = arena.take("residual stream", model.precision.dtype, {largest.logits, model.local.C});
     for (size_t l = 0; l < acts.blocks.size(); ++l) {
         acts.blocks[l].cache = pools.layers[l];
         if (!pools.scales.empty()) acts.blocks[l].cache_scales = pools.scales[l];
@@ -83,7 +82,6 @@ Activations of_step(const Activations& largest, const StepSizes& sizes) {
             for (Tensor& slot : *slots) slot = first_tokens(slot, largest.T, N);
     }
     acts.logit_rows = first_rows(largest.logit_rows, R);
-    acts.last = first_rows(largest.last, R);
     acts.final_norm = first_rows(largest.final_norm, R);
     acts.logits = first_rows(largest.logits, R);
     return acts;

@@ -376,8 +376,8 @@ struct Activations {
     Tensor losses;          // (N) f32
     bool training = false;  // the last forward was a training step's
     // Of a step of inference. page_table, chunks and cache_rows as in PagedStep (layers.h); positions is there, too.
-    // Only some rows are followed by a token that is wanted: logit_rows (R) i32, last (R, C), logits (R, V_padded).
-    Tensor page_table, chunks, cache_rows, logit_rows, last;
+    // Only some rows are followed by a token that is wanted, those of logit_rows (R) i32: final_norm and logits have R.
+    Tensor page_table, chunks, cache_rows, logit_rows;
 };
 // For training, or only to run forward.
 Activations take_activations(const Model& model, int64_t B, int64_t T, const Recompute& recompute, Arena& arena);
