@@ -8,6 +8,7 @@
 //
 // The cache's pages lie in one pool per layer. A page that was swapped out lies in a pool of the host.
 #include "inference/inference.h"
+#include "layers/decode.h"
 
 #include <algorithm>
 #include <bit>
@@ -136,13 +137,12 @@ std::vector<Tensor> PagedModel::filled_tables(const StepSizes& s) const {
 // What a step puts on the stream: the tables and the forward.
 void PagedModel::launch(Activations& acts, const StepSizes& sizes) {
     const cudaStream_t stream = device().stream;
-    const auto copy = [&](const Tensor& to, const Tensor& from, int64_t n) {
-        cudaCheck(cudaMemcpyAsync(to.data, from.data, static_cast<size_t>(n) * sizeof(int32_t), cudaMemcpyHostToDevice,
-                                  stream));
+    const auto upload = [](const Tensor& to, const Tensor& from, int64_t n) {
+        return Upload{to.ptr<int32_t>(), from.ptr<int32_t>(), n};
     };
-    copy(acts.tokens, tables_.tokens, sizes.tokens);
     const int64_t first_page = tables_.page_table.ptr<int32_t>() - tables_.chunks.ptr<int32_t>();
-    copy(acts.chunks, tables_.chunks, first_page + sizes.sequences * sizes.pages);
+    upload_tables(upload(acts.tokens, tables_.tokens, sizes.tokens),
+                  upload(acts.chunks, tables_.chunks, first_page + sizes.sequences * sizes.pages), stream);
     ::forward(model_, acts, of_step(workspace_, sizes), stream, false);
 }
 

@@ -1,9 +1,10 @@
 // Sampling on the host: from options and tokens to the tables that the kernels read (layers/sampling.cu), and back.
 //
-// A step copies one table to the device (a rule for each row, and adjustments of single logits) and launches the
+// A step brings one table to the device (a rule for each row, and adjustments of single logits) and launches the
 // kernels. What they find, a few numbers a row, they write to pinned memory, where the host reads it: a copy would be
 // one more thing to wait for.
 #include "inference/inference.h"
+#include "layers/decode.h"
 
 #include <algorithm>
 #include <bit>
@@ -132,7 +133,7 @@ void Sampler::add_rule(const SamplingRow& row) {
     n_top_ = std::max<int64_t>(n_top_, rule.n_top);
 }
 
-// One copy to the device, and the kernels.
+// The tables to the device, and the kernels.
 void Sampler::launch(Tensor logits, cudaStream_t stream) {
     const int64_t rows = logits.shape[0];
     const Tensor x = x_.slice(0, rows), distributions = distributions_.slice(0, rows);
@@ -145,8 +146,7 @@ void Sampler::launch(Tensor logits, cudaStream_t stream) {
         return tables_.slice(first, n - first).view({count, kStructN<Struct>});
     };
     const Tensor rules = place(rules_), adjustments = place(adjustments_);
-    const size_t bytes = static_cast<size_t>(n) * sizeof(int32_t);
-    cudaCheck(cudaMemcpyAsync(tables_.data, host_tables_.data, bytes, cudaMemcpyHostToDevice, stream));
+    upload_tables({tables_.ptr<int32_t>(), host_tables_.ptr<int32_t>(), n}, {}, stream);
 
     const Tensor results = results_.slice(0, rows * result_columns(n_top_)).view({rows, result_columns(n_top_)});
     adjust_logits(x, logits, rules, adjustments, V_, stream);

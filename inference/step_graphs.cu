@@ -4,7 +4,7 @@
 // host some microseconds, and the GPU less where a step has few rows: it waits for the host. A CUDA graph is a list of
 // launches that the host starts all at once. What a launch is given is part of the graph: pointers, and the sizes that
 // grids and strides follow from. So there is a graph for each key, the sizes of a step, and what changes from step to
-// step (tokens, positions, page tables) lies in memory, always the same, from which the graph's first nodes copy it to
+// step (tokens, positions, page tables) lies in memory, always the same, from which the graph's first node brings it to
 // the device.
 //
 // The first step of a key is launched as always: kernels are loaded then, and cuBLASLt chooses its algorithms, which

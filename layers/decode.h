@@ -20,3 +20,12 @@ void few_rows_activated_forward(Tensor out, Tensor before, Tensor inp, Tensor we
 void paged_decode_forward(const HeadColumns& out, const HeadColumns& q, const HeadColumns& k, const HeadColumns& v,
                           const PagedStep& step, RopePairs pairs, Tensor positions, Tensor table, float scale,
                           int64_t window, Tensor scratch, cudaStream_t stream);
+
+// upload.cu. to[i] = from[i] for i < n, for one table or two. from: pinned memory of the host, which must not change
+// before the launch has ended.
+struct Upload {
+    int32_t* to = nullptr;
+    const int32_t* from = nullptr;
+    int64_t n = 0;
+};
+void upload_tables(const Upload& first, const Upload& second, cudaStream_t stream);
