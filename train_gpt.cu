@@ -117,7 +117,7 @@ StepResult finish_step(Run& run, int64_t step) {
         begin_step(t, step);
         return t.pipeline->step(data, step);
     }
-    if (run.launched < step) train_step(t, data, run.launched = step);
+    if (run.launched < step) note_start(t), train_step(t, data, run.launched = step);
     if (may_run_ahead(t, step)) train_step(t, data, run.launched = step + 1);
     else if (step < t.options.last_step()) read_batch(t, data, step + 1);
     return read_back(t, data, step);
@@ -127,20 +127,18 @@ void loop(Run& run) {
     Trainer& t = run.trainer;
     const TrainOptions& o = t.options;
     bool stop = false, after_a_step = o.sample_tokens == 0;
-    double step_start = run.start = seconds_now();
+    run.start = seconds_now();
     while (!stop && run.step < o.steps) {
         const int64_t step = ++run.step;
-        if (run.launched < step) step_start = seconds_now();  // otherwise it began where the one before ended
+        const double step_start = seconds_now();
         const Traffic before = t.world.traffic();
         const StepResult result = finish_step(run, step);
         const double step_end = seconds_now();
-
         const Traffic after = t.world.traffic();
         const StepResult::Share took = result.share.value_or(
             StepResult::Share{step_end - step_start, {after.sent - before.sent, after.received - before.received}});
         if (after_a_step || !run.only_trains) run.step_traffic = took.traffic;
         run.only_trains |= after_a_step;
-        step_start = step_end;
         stop = result.stop || step == o.stop_after;
         if (step == o.last_step()) run.comm_time = t.data_parallel.read_clock();
         LogRow row = make_row(t, step, result, took.seconds, run.matmul_rate);

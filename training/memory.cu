@@ -75,6 +75,7 @@ Trainer::~Trainer() {
     cudaStreamSynchronize(device().stream);  // an Error may come while the device works
     for (const StepEnd& end : step_ends)
         if (end.arrived) cudaEventDestroy(end.arrived), cudaFreeHost(end.numbers);
+    if (start) cudaEventDestroy(start);
     for (int32_t* pinned : {host_tokens, host_documents, host_positions}) cudaFreeHost(pinned);
     cudaFreeHost(host_stop);
 }
@@ -173,8 +174,9 @@ void Trainer::reserve() {
     take_pinned(host_stop, 1);
     for (StepEnd& end : step_ends) {
         take_pinned(end.numbers, 1);
-        end.arrived = make_event();
+        cudaCheck(cudaEventCreate(&end.arrived));
     }
+    cudaCheck(cudaEventCreate(&start));
     if (options.mask_documents) take_pinned(host_documents, 2 * n_rows * options.seq);
     if (options.has_positions()) take_pinned(host_positions, n_tokens);
     if (options.has_positions()) set_positions(*this, n_rows);

@@ -233,6 +233,8 @@ StepNumbers read_numbers(Trainer& t, cudaStream_t stream) {
     return *t.step_ends[0].numbers;
 }
 
+void note_start(Trainer& t) { cudaCheck(cudaEventRecord(t.began = t.start, device().stream)); }
+
 // The step counts as an update from here on; where it was none, read_back takes that back.
 void request_numbers(Trainer& t, int64_t step) {
     t.end_of(step).asked_to_stop = t.world.size == 1 && take_stop_request(t.options, step);
@@ -252,5 +254,12 @@ StepResult read_back(Trainer& t, const BatchReader& data, int64_t step) {
         fail(explain_not_finite(t, data, step, loss, norm));
     t.scaler.update(overflow);
     if (overflow) --t.updates;
-    return {loss, norm, overflow, t.world.size == 1 ? end.asked_to_stop : numbers.stop_count > 0};
+    StepResult result{loss, norm, overflow, t.world.size == 1 ? end.asked_to_stop : numbers.stop_count > 0};
+    if (o.run_ahead) {
+        float ms = 0;
+        cudaCheck(cudaEventElapsedTime(&ms, t.began, end.arrived));
+        result.share = {1e-3 * ms, {}};
+        t.began = end.arrived;
+    }
+    return result;
 }

@@ -224,8 +224,8 @@ struct StepNumbers {
 };
 constexpr int64_t kStepNumberRows = sizeof(StepNumbers) / (2 * sizeof(float));
 
-// How a step ended, as the host sees it: two of them take turns, because a step may be launched before the host has
-// read the numbers of the one before.
+// How a step ended, as the host sees it. Three of them take turns: a step may be launched before the host has read the
+// numbers of the one before, which began when the one before that had ended.
 struct StepEnd {
     StepNumbers* numbers = nullptr;  // pinned
     cudaEvent_t arrived = nullptr;   // the numbers are there
@@ -268,8 +268,11 @@ struct Trainer {
     int32_t *host_documents = nullptr, *host_positions = nullptr;  // with --mask-documents; positions also with --cp
     int64_t batch_read = 0;                                        // the step whose batch was read last
     float* host_stop = nullptr;                                    // pinned: was this rank asked to stop?
-    std::array<StepEnd, 2> step_ends;
-    StepGraphs graphs;  // with --graph
+    std::array<StepEnd, 3> step_ends;
+    // With --run-ahead the time of a step is the device's: the host reads its end when it has launched the next one.
+    cudaEvent_t start = nullptr;  // of a step that is launched when the one before has been read
+    cudaEvent_t began = nullptr;  // of the step that is read next: start, or the end of the one before
+    StepGraphs graphs;            // with --graph
 
     Trainer(TrainOptions options, Config config, Mesh& mesh);
     ~Trainer();
@@ -282,7 +285,7 @@ struct Trainer {
         return host_tokens + (micro * 2 * micro_batch + in_micro) * options.rank_seq();
     }
     int32_t* targets_of(int64_t row) const { return tokens_of(row) + micro_batch * options.rank_seq(); }
-    StepEnd& end_of(int64_t step) { return step_ends[static_cast<size_t>(step % 2)]; }
+    StepEnd& end_of(int64_t step) { return step_ends[static_cast<size_t>(step % 3)]; }
     // What is summed over all ranks: all but the norm, which follows from it.
     Tensor step_sums() const { return totals.slice(0, n_units() + 2); }
     void sum_over_ranks(cudaStream_t stream);
@@ -314,7 +317,8 @@ struct StepResult {
     double loss, grad_norm;
     bool skipped;  // a gradient overflowed; nothing has changed but the loss scale
     bool stop;     // some rank was asked to
-    // Of steps that ran at once (pipeline_versions.cu): this one's share of what they took.
+    // What the host's clock does not tell: of steps that ran at once (pipeline_versions.cu) this one's share of what
+    // they took, and with --run-ahead what the device took.
     struct Share {
         double seconds;
         Traffic traffic;
@@ -539,6 +543,8 @@ void add_stop_and_norm(Trainer& trainer, bool stop, double clip);
 void update_weights(Trainer& trainer, int64_t step);
 // The first and the last of these alone, of the trainer's model or of a version of it; n_updates: with this one.
 void update_units(Trainer& trainer, const Model& model, double lr, int64_t n_updates);
+// Before a step that is launched when the one before has been read: it begins now.
+void note_start(Trainer& trainer);
 // Asks the device for the step's loss and norm, behind its work. One rank finds here whether it was asked to stop.
 void request_numbers(Trainer& trainer, int64_t step);
 // Waits until they are there. Error if the loss or, except in float16, the norm is not finite.
