@@ -20,10 +20,13 @@
 //   32 x 32
 //   64 x 64               (64 + 64) 2 / (64 64) = 1/16 byte, of the second-level cache
 //
-// For many rows the largest is taken of which there are enough for all multiprocessors. For up to 8 rows the 16 outputs
-// are halved where they would not make four blocks for each multiprocessor: then half of the instruction's A is zero,
-// which costs nothing, and twice as many warps ask the memory for weights. They ask for all that they need, or for
-// kAhead chunks of it, before they wait for any.
+// For many rows the largest is taken of which there are enough for all multiprocessors. For up to 16 rows the 16
+// outputs are halved where they would not make two blocks for each multiprocessor: then half of the instruction's A is
+// zero, which costs nothing, and twice as many warps ask the memory for weights. Each asks for kAhead chunks of its
+// weights before it waits for any, and for the first before the launches in front have ended. Blocks that do not fit on
+// the multiprocessors at the same time ask late, and what a thread asks for takes its registers: so a thread has no
+// more of these than let three or four blocks share a multiprocessor, and where there are many blocks, each asks for
+// less.
 //
 // Of up to 8 rows the block also computes what follows a feed-forward's first product, GELU or SwiGLU, of the product
 // rounded to T, as the kernels that do it by themselves read it. For SwiGLU a block has 8 outputs and the 8 that stand
@@ -56,11 +59,11 @@ struct FewRowsShape {
 };
 
 // What a block computes: kOutputs = 8 or kFragments fragments of 16 outputs, and kRowTiles of 8 rows.
-template <int kOutputs_, int kRowTiles_>
+template <int kOutputs_, int kRowTiles_, int kAhead_>
 struct Tile {
     static constexpr int kOutputs = kOutputs_, kRowTiles = kRowTiles_, kRows = 8 * kRowTiles;
     static constexpr int kHalves = kOutputs == 8 ? 1 : 2, kFragments = kOutputs == 8 ? 1 : kOutputs / 16;
-    static constexpr int kAhead = kOutputs == 8 ? 12 : kOutputs == 16 ? 4 : 1;  // chunks of a warp: see above
+    static constexpr int kAhead = kAhead_;
     static constexpr int kFragmentOutputs = 8 * kHalves, kPitch = kRows + 1;
     using Sums = float[kFragments][kRowTiles][4];
     using Shared = float[kWarps][kFragmentOutputs][kPitch];  // a fragment's sums of each warp
@@ -198,11 +201,17 @@ __device__ __forceinline__ void store_fragment(T* out, const Biases<T>& biases, 
     }
 }
 
+// Blocks of 8 outputs that shall share a multiprocessor. (0: ptxas finds registers for as many as there can be.)
+template <int kOutputs, int kRowTiles, int kAhead, bool kWhole>
+constexpr int kBlocks = kOutputs != 8 || !kWhole        ? 0
+                        : kRowTiles == 1 && kAhead == 4 ? 4
+                                                        : 3;
+
 // Block (outputs, rows).
-template <int kOutputs, int kRowTiles, bool kWhole, class T>
-__global__ void __launch_bounds__(kThreads)
+template <int kOutputs, int kRowTiles, int kAhead, bool kWhole, class T>
+__global__ void __launch_bounds__(kThreads, (kBlocks<kOutputs, kRowTiles, kAhead, kWhole>))
     few_rows_mma_kernel(T* out, const T* inp, const T* weight, const T* bias, FewRowsShape s) {
-    using Its = Tile<kOutputs, kRowTiles>;
+    using Its = Tile<kOutputs, kRowTiles, kAhead>;
     let_next_start();
     __shared__ typename Its::Shared of_warps;
     const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -241,10 +250,11 @@ void few_rows_mma_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, cu
                     static_cast<unsigned>(ceil_div(s.N, 8 * n_rows)));
     };
     const auto are_enough = [&](const dim3& grid) { return int64_t{grid.x} * grid.y >= n_blocks; };
-    const auto launch = [&]<class T, int kOutputs, int kRowTiles>(T, std::integer_sequence<int, kOutputs, kRowTiles>) {
+    const auto launch = [&]<class T, int kOutputs, int kRowTiles, int kAhead>(
+                            T, std::integer_sequence<int, kOutputs, kRowTiles, kAhead>) {
         const EarlyLaunch start(tiles(kOutputs, kRowTiles), kThreads, 0, stream);
         const auto launch_columns = [&]<bool kWhole>(std::bool_constant<kWhole>) {
-            start("few_rows_mma_kernel", few_rows_mma_kernel<kOutputs, kRowTiles, kWhole, T>, out.ptr<T>(),
+            start("few_rows_mma_kernel", few_rows_mma_kernel<kOutputs, kRowTiles, kAhead, kWhole, T>, out.ptr<T>(),
                   inp.ptr<T>(), weight.ptr<T>(), bias ? bias.ptr<T>() : nullptr, s);
         };
         if (s.C % kLaneColumns == 0) launch_columns(std::true_type());
@@ -254,15 +264,16 @@ void few_rows_mma_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, cu
                                          .flops = 2.0 * static_cast<double>(s.N) * static_cast<double>(s.C * s.O)});
     };
     const auto launch_tiles = [&](auto zero) {
-        const bool halved = !gated && ceil_div(s.O, 16) < 4 * n_blocks;
-        if (s.N <= 8 && halved) launch(zero, std::integer_sequence<int, 8, 1>());
-        else if (s.N <= 8) launch(zero, std::integer_sequence<int, 16, 1>());
-        else if (s.N <= 16 && halved) launch(zero, std::integer_sequence<int, 8, 2>());
-        else if (s.N <= 16) launch(zero, std::integer_sequence<int, 16, 2>());
+        const bool halved = !gated && ceil_div(s.O, 16) < 2 * n_blocks, few_blocks = ceil_div(s.O, 8) <= 2 * n_blocks;
+        if (s.N <= 8 && halved && few_blocks) launch(zero, std::integer_sequence<int, 8, 1, 8>());
+        else if (s.N <= 8 && halved) launch(zero, std::integer_sequence<int, 8, 1, 4>());
+        else if (s.N <= 8) launch(zero, std::integer_sequence<int, 16, 1, 4>());
+        else if (s.N <= 16 && halved) launch(zero, std::integer_sequence<int, 8, 2, 4>());
+        else if (s.N <= 16) launch(zero, std::integer_sequence<int, 16, 2, 4>());
         else if (s.N > 32 && s.C % kLaneColumns == 0 && are_enough(tiles(64, 8)))
-            launch(zero, std::integer_sequence<int, 64, 8>());
-        else if (are_enough(tiles(32, 4))) launch(zero, std::integer_sequence<int, 32, 4>());
-        else launch(zero, std::integer_sequence<int, 16, 4>());
+            launch(zero, std::integer_sequence<int, 64, 8, 1>());
+        else if (are_enough(tiles(32, 4))) launch(zero, std::integer_sequence<int, 32, 4, 1>());
+        else launch(zero, std::integer_sequence<int, 16, 4, 4>());
     };
     if (inp.dtype == DType::bf16) launch_tiles(__nv_bfloat16{});
     else launch_tiles(__half{});

@@ -159,8 +159,10 @@ TEST_CASE("few rows on tensor cores: a row has the same bits in every batch", "[
                 bias(dtype, {O}, random_values(O, 3)), all(dtype, {most, O}), few(dtype, {most, O});
             few_rows_mma_forward(all, inp, weight, bias, device().stream, 1);
             for (const auto& [n, n_blocks] : {std::pair<int64_t, int64_t>{1, 1},
+                                              {1, 3},
                                               {1, 99},
                                               {7, 1},
+                                              {8, 4},
                                               {8, 99},
                                               {9, 1},
                                               {16, 99},
@@ -185,7 +187,7 @@ void check_activated(DType dtype, int64_t C) {
     const cudaStream_t stream = device().stream;
     for (const int64_t N : {1, 5, 8, 11, 16})
         for (const int64_t F : {8, 35})
-            for (const int64_t n_blocks : {1, 99}) {  // outputs of a block: 16, 8
+            for (const int64_t n_blocks : {1, 4, 99}) {  // outputs of a block: 16, 8 and 4 chunks ahead, 8 and 8
                 INFO(dtype_name(dtype) << " N " << N << " C " << C << " F " << F << ", " << n_blocks);
                 Buffer inp(dtype, {N, C}, random_values(N * C, 1)), before(dtype, {N, 2 * F}),
                     weight(dtype, {2 * F, C}, random_values(2 * F * C, 2, 0.05)),
