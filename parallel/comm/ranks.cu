@@ -186,9 +186,9 @@ std::shared_ptr<RankState> state_of_thread(const ThreadJob& all, int rank) {
 }
 
 void run_thread(const ThreadJob& all, int rank, const std::function<void(Comm&)>& f) {
-    const auto state = state_of_thread(all, rank);
     const bool own_thread = all.n > 1;
     try {
+        const auto state = state_of_thread(all, rank);
         if (own_thread) {
             share_cores(all.n);
             open_device(rank % device_count());
