@@ -340,11 +340,17 @@ void paged_decode(const char* operation, const PagedAttention& a, const PagedSte
         using Number = decltype(number);
         using Stored = decltype(stored);
         if constexpr (std::is_same_v<Number, Stored> || kQuantised<Stored>) {
-            allow_shared(paged_decode_kernel<Number, Stored>, DecodeShared::bytes(d));
-            EarlyLaunch(grid, kDecodeThreads, DecodeShared::bytes(d), stream)(
-                "paged_decode_kernel", paged_decode_kernel<Number, Stored>, Heads<Number>(a.out), partial,
-                Heads<const Number>(a.q), Pool<Stored>(step), step.page_table.ptr<int32_t>(),
-                reinterpret_cast<const int4*>(step.chunks.ptr<int32_t>()), new_rows_of<Number>(step, fresh), d);
+            const auto launch = [&]<int kQueries>(std::integral_constant<int, kQueries>) {
+                const auto kernel = paged_decode_kernel<kQueries, Number, Stored>;
+                allow_shared(kernel, DecodeShared::bytes(d));
+                EarlyLaunch(grid, kDecodeThreads, DecodeShared::bytes(d), stream)(
+                    "paged_decode_kernel", kernel, Heads<Number>(a.out), partial, Heads<const Number>(a.q),
+                    Pool<Stored>(step), step.page_table.ptr<int32_t>(),
+                    reinterpret_cast<const int4*>(step.chunks.ptr<int32_t>()), new_rows_of<Number>(step, fresh), d);
+            };
+            if (d.queries == 1) launch(std::integral_constant<int, 1>());
+            else if (d.queries <= 4) launch(std::integral_constant<int, 4>());
+            else launch(std::integral_constant<int, kMostQueries>());
             LaunchCost cost = cost_of(a, step, s);
             if (fresh) {
                 const int64_t written = s.N * 2 * a.K * s.D * int64_t{sizeof(Number)};

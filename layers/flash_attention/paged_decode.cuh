@@ -16,6 +16,10 @@
 // writes the new key and value to their page. All else that it reads was there when the step began. So it is asked for
 // before the launch in front of this one, the product that makes queries, keys and values, has ended
 // (early_launch.cuh).
+//
+// A block runs most of its instructions once, and has to fetch them: on an H100 the scores of 80 keys took 4300
+// clocks, of which the multiplications are a few hundred, in a kernel of 74 KB. So there are kernels for 1, 4 and 8
+// queries, and loops that most blocks go through once or twice are not unrolled: 34 KB.
 #pragma once
 
 #include "layers/early_launch.cuh"
@@ -184,8 +188,8 @@ struct NewPairs {
 };
 
 // x[r] = scale log2(e) dot(query r, key j): a sum in ascending order of the columns.
-template <class Stored>
-__device__ __forceinline__ void compute_scores(float (&x)[kMostQueries], const DecodeShared& at, int n_queries, int j,
+template <class Stored, int kQueries>
+__device__ __forceinline__ void compute_scores(float (&x)[kQueries], const DecodeShared& at, int n_queries, int j,
                                                const DecodeShape& d) {
     constexpr int kPack = 16 / sizeof(Stored);
     const Stored* key = reinterpret_cast<const Stored*>(at.keys + j * d.key_pitch);
@@ -196,21 +200,21 @@ __device__ __forceinline__ void compute_scores(float (&x)[kMostQueries], const D
         if constexpr (kQuantised<Stored>)
             for (int l = 0; l < kPack; ++l) k[l] *= at.key_scales[j];
 #pragma unroll
-        for (int r = 0; r < kMostQueries; ++r)
+        for (int r = 0; r < kQueries; ++r)
             if (r < n_queries)
                 for (int l = 0; l < kPack; ++l) x[r] = fmaf(k[l], at.q[r * d.s.D + c + l], x[r]);
     }
 }
 
 // The probabilities of n keys, as powers of two below the maximum behind their tile.
-template <class Stored>
+template <int kQueries, class Stored>
 __device__ __forceinline__ void compute_decode_probs(const DecodeShared& at, int n_queries, int n,
                                                      const DecodeShape& d) {
     const int j = static_cast<int>(threadIdx.x), tile = j / kTileKeys, tiles = d.pass / kTileKeys;
-    float x[kMostQueries] = {};
+    float x[kQueries] = {};
     if (j < n) compute_scores<Stored>(x, at, n_queries, j, d);
 #pragma unroll
-    for (int r = 0; r < kMostQueries; ++r) {
+    for (int r = 0; r < kQueries; ++r) {
         if (r >= n_queries) continue;
         x[r] = j < n ? __fmul_rn(x[r], d.s.factor) : kMasked;
         const float whole = rintf(warp_max(x[r]));
@@ -218,9 +222,10 @@ __device__ __forceinline__ void compute_decode_probs(const DecodeShared& at, int
     }
     __syncthreads();  // the tiles' maxima are there
 #pragma unroll
-    for (int r = 0; r < kMostQueries; ++r) {
+    for (int r = 0; r < kQueries; ++r) {
         if (r >= n_queries || j >= n) continue;
         float max = at.max[r];
+#pragma unroll 1
         for (int w = 0; w <= tile; ++w) max = at.tile_max[r * tiles + w] > max ? at.tile_max[r * tiles + w] : max;
         at.probs[r * d.pass + j] = exp2_below(x[r], max);
     }
@@ -231,9 +236,11 @@ __device__ __forceinline__ void compute_decode_probs(const DecodeShared& at, int
 template <class Stored>
 __device__ __forceinline__ void add_decode_values(const DecodeShared& at, int n_queries, int n, const DecodeShape& d) {
     const int Dv = d.s.Dv, tiles = d.pass / kTileKeys;
+#pragma unroll 1
     for (int item = threadIdx.x; item < n_queries * Dv; item += kDecodeThreads) {
         const int r = item / Dv, c = item % Dv;
         float o = at.o[item], sum = at.sum[item], max = at.max[r];
+#pragma unroll 1
         for (int tile = 0; tile * kTileKeys < n; ++tile) {
             const float its_max = at.tile_max[r * tiles + tile], larger = its_max > max ? its_max : max;
             const float factor = power_of_two(max - larger);
@@ -251,13 +258,16 @@ __device__ __forceinline__ void add_decode_values(const DecodeShared& at, int n_
         at.o[item] = o, at.sum[item] = sum;
     }
     __syncthreads();  // the tiles' maxima have been read, keys and values too
+#pragma unroll 1
     for (int r = threadIdx.x; r < n_queries; r += kDecodeThreads)
+#pragma unroll 1
         for (int tile = 0; tile * kTileKeys < n; ++tile)
             at.max[r] = at.tile_max[r * tiles + tile] > at.max[r] ? at.tile_max[r * tiles + tile] : at.max[r];
 }
 
-// Block (chunk, key head and queries, split). Where splits have no blocks of their own, one does all.
-template <class Number, class Stored>
+// Block (chunk, key head and queries, split). Where splits have no blocks of their own, one does all. It has at most
+// kQueries queries.
+template <int kQueries, class Number, class Stored>
 __global__ void __launch_bounds__(kDecodeThreads)
     paged_decode_kernel(Heads<Number> out, float* partial, Heads<const Number> q, Pool<Stored> pool,
                         const int32_t* page_table, const int4* chunks, NewRows<Number> fresh, DecodeShape d) {
@@ -275,13 +285,18 @@ __global__ void __launch_bounds__(kDecodeThreads)
     NewPairs<Number> mine(block, fresh, d);
     const bool rotates = fresh.keys && fresh.table;
     bool waited = false;
+#pragma unroll 1
     for (int split = s.parallel ? z : first_split; !nothing && split < (s.parallel ? z + 1 : end_split); ++split) {
         const int begin = max(block.begin, split * s.split), end = min(block.end, (split + 1) * s.split);
+#pragma unroll 1
         for (int i = threadIdx.x; i < n_items; i += kDecodeThreads) at.o[i] = 0.0f, at.sum[i] = 0.0f;
+#pragma unroll 1
         for (int r = threadIdx.x; r < block.n; r += kDecodeThreads) at.max[r] = kNothingYet;
+#pragma unroll 1
         for (int s0 = begin; s0 < end; s0 += d.pass) {
             const int n = min(d.pass, end - s0);
             const bool has_new = fresh.keys && s0 + n == block.end;
+#pragma unroll 1
             for (int j = threadIdx.x; j < n; j += kDecodeThreads) {
                 const int position = s0 + j, page = pages[position / s.P];
                 if (page < 0 || page >= s.n_pages) __trap();
@@ -301,10 +316,11 @@ __global__ void __launch_bounds__(kDecodeThreads)
                 if (has_new) mine.store_key_and_value(at, pool.numbers, rotates, n - 1, block.first % s.group == 0, d);
             cp_async_wait<0>();
             __syncthreads();  // keys, values and queries are there
-            compute_decode_probs<Stored>(at, block.n, n, d);
+            compute_decode_probs<kQueries, Stored>(at, block.n, n, d);
             add_decode_values<Stored>(at, block.n, n, d);
         }
         __syncthreads();  // the split's maxima are there
+#pragma unroll 1
         for (int i = threadIdx.x; i < n_items; i += kDecodeThreads) {
             const int r = i / s.Dv, c = i % s.Dv;
             if (s.parallel) {
@@ -324,6 +340,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
     }
     if (!waited) wait_for_previous();
     if (s.parallel) return;
+#pragma unroll 1
     for (int i = threadIdx.x; i < n_items; i += kDecodeThreads) {
         const int r = i / s.Dv, c = i % s.Dv;
         out.head(0, block.first + r)[block.chunk.row * out.token_stride + c] =
