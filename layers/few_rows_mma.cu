@@ -201,9 +201,10 @@ __device__ __forceinline__ void store_fragment(T* out, const Biases<T>& biases, 
     }
 }
 
-// Blocks of 8 outputs that shall share a multiprocessor. (0: ptxas finds registers for as many as there can be.)
+// Blocks that shall share a multiprocessor. (0: ptxas finds registers for as many as there can be.)
 template <int kOutputs, int kRowTiles, int kAhead, bool kWhole>
-constexpr int kBlocks = kOutputs != 8 || !kWhole        ? 0
+constexpr int kBlocks = !kWhole || kOutputs > 16        ? 0
+                        : kOutputs == 16                ? (kAhead == 8 ? 2 : 0)
                         : kRowTiles == 1 && kAhead == 4 ? 4
                                                         : 3;
 
@@ -267,7 +268,8 @@ void few_rows_mma_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, cu
         const bool halved = !gated && ceil_div(s.O, 16) < 2 * n_blocks, few_blocks = ceil_div(s.O, 8) <= 2 * n_blocks;
         if (s.N <= 8 && halved && few_blocks) launch(zero, std::integer_sequence<int, 8, 1, 8>());
         else if (s.N <= 8 && halved) launch(zero, std::integer_sequence<int, 8, 1, 4>());
-        else if (s.N <= 8) launch(zero, std::integer_sequence<int, 16, 1, 4>());
+        else if (s.N <= 8 && ceil_div(s.O, 16) <= 4 * n_blocks) launch(zero, std::integer_sequence<int, 16, 1, 4>());
+        else if (s.N <= 8) launch(zero, std::integer_sequence<int, 16, 1, 8>());
         else if (s.N <= 16 && halved) launch(zero, std::integer_sequence<int, 8, 2, 4>());
         else if (s.N <= 16) launch(zero, std::integer_sequence<int, 16, 2, 4>());
         else if (s.N > 32 && s.C % kLaneColumns == 0 && are_enough(tiles(64, 8)))
