@@ -3,7 +3,7 @@
 #
 #   1. build       what the following needs, on all cores
 #   2. smoke       each kernel for Hopper's tensor cores by itself, in a process with a time limit. One that hangs, traps or is
-#                  wrong is reported, and what follows is run with --attention mma
+#                  wrong is reported; if it is no product, what follows is run with --attention mma
 #   3. training    GPT-2 124M, bf16, 64 x 1024 tokens: tokens/s
 #   4. profile     the same step: measured beside predicted, for each group of kernels (make profile)
 #   5. kernels     every operation beside its limit and beside PyTorch (make bench PARTS="limits kernels")
@@ -107,7 +107,8 @@ if wants smoke; then
     while read -r failed_test; do
         row "smoke: ${failed_test//|/ }" 1 "" ""
     done < <(sed -n 's/^FAILED: //p' "$work/out" | cut -c 1-200)
-    grep -q '^FAILED: ' "$work/out" && attention=mma  # not where the time was too short for some
+    # Attention needs none of our products for Hopper. (And not where the time was too short for some.)
+    grep '^FAILED: ' "$work/out" | grep -qvE '^FAILED: (hopper )?matmul' && attention=mma
     row "smoke: kernels and pieces of them" $status $((SECONDS - smoke_started)) "$(last_line); what follows uses --attention $attention"
 fi
 [ $attention = auto ] && train_flags="" || train_flags="--attention $attention"

@@ -435,6 +435,14 @@ TEST_CASE("make gpu-window: a kernel that hangs and one that traps do not stop t
     CHECK_THAT(outcome.out, ContainsSubstring(table));
     CHECK(!is_left_running());
 
+    // Where only a product is wrong, attention stays what it is.
+    make_executable(build + "/run_tests", pretend_to_test("works\\nmatmul: ours for Hopper") +
+                                              "case $1 in matmul*) exit 1 ;; *) echo ok ;; esac\n");
+    CHECK_THAT(run_script("gpu_window.sh",
+                          concat("PATH=", bin, ":$PATH WINDOW_STEPS=smoke WINDOW_OUT=", folder / "out"), build)
+                   .out,
+               ContainsSubstring("1 passed, 1 failed; what follows uses --attention auto"));
+
     // Nor does a test leave a program to the next one.
     make_executable(build + "/run_tests", concat(pretend_to_test("leaves"), left_running, " &\n"));
     CHECK(run_shell("test/run_each.sh " + build).status == 0);
