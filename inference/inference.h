@@ -556,7 +556,7 @@ class PagedModel {
     StepSizes fill_tables(std::span<const CachedRows> rows, bool rounded);
     void repeat_last_row(StepSizes& sizes);
     std::vector<Tensor> filled_tables(const StepSizes& sizes) const;
-    void launch(Activations& acts, const StepSizes& sizes);
+    void launch(const StepSizes& sizes);
     Tensor compute(const StepSizes& sizes, bool as_graph);
     void tell_step(std::span<const PageCopy> copies, const StepSizes& sizes);
 

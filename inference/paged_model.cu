@@ -135,8 +135,9 @@ std::vector<Tensor> PagedModel::filled_tables(const StepSizes& s) const {
 }
 
 // What a step puts on the stream: the tables and the forward.
-void PagedModel::launch(Activations& acts, const StepSizes& sizes) {
+void PagedModel::launch(const StepSizes& sizes) {
     const cudaStream_t stream = device().stream;
+    Activations acts = of_step(acts_, sizes);
     const auto upload = [](const Tensor& to, const Tensor& from, int64_t n) {
         return Upload{to.ptr<int32_t>(), from.ptr<int32_t>(), n};
     };
@@ -149,18 +150,18 @@ void PagedModel::launch(Activations& acts, const StepSizes& sizes) {
 // A step whose tables are filled: its logits.
 Tensor PagedModel::compute(const StepSizes& sizes, bool as_graph) {
     const cudaStream_t stream = device().stream;
-    Activations acts = of_step(acts_, sizes);
+    const Tensor logits = acts_.logits.slice(0, sizes.logits);
     if (as_graph) {
-        graphs_.run({sizes.tokens, sizes.pages}, stream, [&] { launch(acts, sizes); });
-        return acts.logits;
+        graphs_.run({sizes.tokens, sizes.pages}, stream, [&] { launch(sizes); });
+        return logits;
     }
-    launch(acts, sizes);
+    launch(sizes);
     if (sizes.logits == 0) {
         cudaCheck(cudaStreamSynchronize(stream));  // the next step fills the same tables
-        return acts.logits;
+        return logits;
     }
     TensorParallel* const ranks = model_.tensor_parallel;  // each has the logits of its tokens
-    return ranks ? ranks->gather_columns(acts.logits, stream) : acts.logits;
+    return ranks ? ranks->gather_columns(logits, stream) : logits;
 }
 
 Tensor PagedModel::forward(std::span<const CachedRows> rows) {
