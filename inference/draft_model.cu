@@ -80,7 +80,7 @@ std::optional<CachedRows> DraftModel::next_rows(Text& text, int64_t room) {
     const int64_t first = cache.length(*text.cached), n = std::min(room, std::ssize(text.tokens) - first);
     if (!cache.reserve(*text.cached, n)) return {};
     CachedRows rows{*text.cached, first, {text.tokens.begin() + first, text.tokens.begin() + first + n}};
-    cache.append(*text.cached, rows.tokens);
+    if (n > 1) cache.append(*text.cached, rows.tokens);
     rows.n_logits = first + n == std::ssize(text.tokens);
     return rows;
 }
@@ -107,6 +107,8 @@ void DraftModel::small_step(std::span<const Drafted> drafted) {
         its.push_back(&d);
     }
     if (rows.empty()) return;
+    for (const CachedRows& its : rows)  // as the scheduler does: nobody finds a row alone in the step that computes it
+        if (its.tokens.size() == 1) model_.cache.append(its.sequence, its.tokens);
     const Tensor logits = model_.forward(rows);
     if (drawing.empty()) return;
     const std::vector<Sampled> drawn = sampler_.draw(logits, drawing, device().stream);

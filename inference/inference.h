@@ -394,7 +394,8 @@ class Scheduler {
     void remove(Request& request);
     // The parts of the next step, their rows reserved and appended in the cache; empty if there is nothing to compute.
     // cache.take_copies() has what to copy before. computed_n counts the rows already: the step is going to happen.
-    // A part may read rows that another part of the same step computes (a prompt's pages that were found at once).
+    // A part may read rows that another part of the same step computes (a prompt's pages that were found at once), but
+    // not the row of a part that has only one.
     std::vector<StepPart> next_step();
     // A new sequence of the request, with the tokens and pages of `parent`, which must have been in the last step.
     Sequence& fork(Request& request, const Sequence& parent);
@@ -419,7 +420,7 @@ class Scheduler {
     void add_prompt(Step& step, Request& request);
     bool add_rows(Step& step, Request& request, Sequence& sequence, int64_t n);
     void add_draft(Step& step, StepPart& part);
-    void append(Step& step, size_t first);
+    void append(Step& step, size_t first, bool single);
     bool admit(Request& request);
     void start(const Request& request, Sequence& sequence);
     void start_sequences(Request& request);

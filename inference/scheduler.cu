@@ -164,7 +164,7 @@ std::vector<StepPart> Scheduler::next_step() {
         if (is_decoding(*requests_[i])) add_decode(step, *requests_[i]);
     for (size_t i = 0; i < n_running_; ++i)
         if (!is_decoding(*requests_[i])) add_prompt(step, *requests_[i]);
-    append(step, 0);
+    append(step, 0, false);
     const bool is_static = options_.batching == Batching::static_batches;
     is_full_ = false;
     while (n_waiting() > 0 && (is_static ? n_ran == 0 : step.rows_left > 0)) {
@@ -172,8 +172,9 @@ std::vector<StepPart> Scheduler::next_step() {
         if (is_full_) break;
         const size_t first = step.parts.size();
         add_prompt(step, *requests_[n_running_++]);
-        append(step, first);  // at once: whoever is next may have the same prompt
+        append(step, first, false);  // at once: whoever is next may have the same prompt
     }
+    append(step, 0, true);
     // Several sequences that have all rows but their last, or have to be forked again, begin with the next step. If
     // nothing else is to be computed, that is this one.
     if (step.parts.empty() && n_running_ > n_ran) return next_step();
@@ -265,10 +266,13 @@ void Scheduler::start_sequences(Request& r) {
     }
 }
 
-// The tokens of the parts from `first` on are in the cache as soon as the step is computed.
-void Scheduler::append(Step& step, size_t first) {
+// The tokens of the parts from `first` on are in the cache as soon as the step is computed: of those with one row, or
+// of the others. If all parts have one row, a GPU's attention writes the rows in the launch in which it reads those
+// that were there before (paged_decode.cuh). So nobody may find such a row, and the page that it fills, in that step.
+void Scheduler::append(Step& step, size_t first, bool single) {
     for (size_t i = first; i < step.parts.size(); ++i) {
         const StepPart& part = step.parts[i];
+        if ((part.n == 1) != single) continue;
         cache_.append(*part.sequence->cached, std::span(part.sequence->tokens).subspan(part.first, part.n));
         part.sequence->computed_n += part.n;
     }

@@ -86,13 +86,18 @@ struct SimulatedEngine {
         const std::vector<StepPart> parts = scheduler.next_step();
         if (parts.empty()) FAIL("step " << n_steps << " computes nothing, and requests wait");
         copy();
+        // Where each part has one row, a GPU's attention writes them while it reads the others (paged_decode.cuh):
+        // nobody sees what another part writes.
+        const bool at_once =
+            checks_text && std::ranges::all_of(parts, [](const StepPart& part) { return part.n == 1; });
+        const std::vector<uint64_t> before = at_once ? device : std::vector<uint64_t>();
         int64_t n = 0, logits = 0;
         for (const StepPart& part : parts) {
             const bool first = part.sequence->tokens.size() == part.request->prompt.size();
             n += part.n;
             logits += part.n_scored + (part.n_drawn() == 0 ? 0 : first ? part.request->n : 1);  // without drafts
             if (first_served.insert(part.request->id).second) order.push_back(part.request->id);
-            compute(part);
+            compute(part, at_once ? before : device);
         }
         for (const StepPart& part : parts) {
             const auto n_draw = std::ranges::count_if(
@@ -124,7 +129,8 @@ struct SimulatedEngine {
             std::copy_n(&source[from * P], P, &target[to * P]);
         }
     }
-    void compute(const StepPart& part) {
+    // seen: the device's rows, as the part finds them.
+    void compute(const StepPart& part, const std::vector<uint64_t>& seen) {
         Sequence& s = *part.sequence;
         const auto [at, is_new] = n_rows.try_emplace(*s.cached, part.first);
         if (at->second != part.first) FAIL("rows " << at->second << " to " << part.first << " are left out, or twice");
@@ -139,9 +145,9 @@ struct SimulatedEngine {
         const std::vector<int32_t>& pages = cache.page_table(*s.cached);
         const int64_t P = cache.sizes().page_size;
         for (int64_t t = 0; t < s.computed_n; ++t) {
-            uint64_t& row = device[pages[t / P] * P + t % P];
-            if (t >= part.first) row = row_of(before, t < n_tokens ? s.tokens[t] : s.draft[t - n_tokens]);
-            before += row * static_cast<uint64_t>(t + 1);
+            const int64_t at = pages[t / P] * P + t % P;
+            if (t >= part.first) device[at] = row_of(before, t < n_tokens ? s.tokens[t] : s.draft[t - n_tokens]);
+            before += (t < part.first ? seen : device)[at] * static_cast<uint64_t>(t + 1);
         }
     }
     // Each row of the prompt but the last has its logits once, in order, before the first token is drawn.

@@ -140,6 +140,27 @@ TEST_CASE("what a draft model proposes depends on the text alone, not on what wa
     }
 }
 
+// As in the scheduler's test of the same: the first text's row fills a page when the second text comes.
+TEST_CASE("a draft model shares no row alone in the step that computes it", "[inference][draft]") {
+    const Config config = small_llama();
+    const ModelWithMemory m(config, config.T_max);
+    EngineOptions options;
+    options.cache = {.page_size = 4, .n_pages = 40};
+    options.scheduler = {.step_tokens = 64, .max_sequences = 3, .max_length = config.T_max};
+    options.draft_tokens = 1, options.graphs = false;
+    DraftWithMemory d(m.model, options, {.tokens = 64, .sequences = 3, .chunks = 64, .pages = 12});
+    const std::vector<int32_t> tokens = random_tokens(9, config.V, 1);
+    Request request;
+    request.prompt = {tokens[0]}, request.max_tokens = 30, request.sampling.temperature = 0;
+    Sequence first, second;
+    first.tokens.assign(tokens.begin(), tokens.begin() + 7), second.tokens = tokens;
+    d.draft.propose({{&request, &first}});
+    first.tokens.push_back(tokens[7]), first.draft.clear();
+    d.draft.propose({{&request, &first}, {&request, &second}});
+    CHECK(first.draft.size() + second.draft.size() == 2);
+    CHECK(d.draft.cache().use().owned_pages == 2 + 2);  // of the second text's three pages one is the first's
+}
+
 TEST_CASE("answers end with a draft model as they do without", "[inference][draft]") {
     const Config config = small_llama();
     const ModelWithMemory m(config, config.T_max), other(other_model(config.V, config.T_max), config.T_max);

@@ -271,6 +271,25 @@ TEST_CASE("scheduler: a prompt that is being computed is shared in the same step
     while (!engine.is_done()) engine.step();
 }
 
+// The answer to the first request fills a page in the step in which the second one comes, whose prompt is what the
+// first has by then and one token more.
+TEST_CASE("scheduler: a row alone is not shared in the step that computes it", "[scheduler]") {
+    SimulatedEngine engine = engine_of({4, 100, 0, true, 100, 8, Batching::continuous, Preemption::recompute, 0});
+    const Request& first = engine.add(std::vector<int32_t>(6, 5), 9);
+    engine.step();
+    engine.step();
+    std::vector<int32_t> prompt = first.sequences.front()->tokens;
+    REQUIRE(prompt.size() == 8);
+    prompt.push_back(1);
+    engine.add(prompt, 3);
+    engine.step();
+    CHECK(engine.n_rows_computed == 7 + 1 + 5);  // of the 9 rows 4 are shared
+    engine.add(prompt, 3);
+    engine.step();
+    CHECK(engine.n_rows_computed == 13 + 2 + 1);  // now 8
+    while (!engine.is_done()) engine.step();
+}
+
 TEST_CASE("scheduler: the answers to one prompt share its pages, also after they were computed again", "[scheduler]") {
     for (const Preemption preemption : {Preemption::swap, Preemption::recompute}) {
         // Of the second request the pages do not suffice without sharing: 3 * ceil(49 / 4) > 20.
