@@ -186,6 +186,12 @@ int64_t expected_traffic(const Trainer& t) {
     return bytes + pipeline_traffic(t, ranks);
 }
 
+// --compress says in parallel/data/data.h what it sends; other algorithms than the library's send wider numbers or more
+// of them.
+bool traffic_is_known(const Trainer& t) {
+    return t.world.algorithm == AllReduce::library && t.options.data_parallel.compress.kind == Compression::none;
+}
+
 namespace {
 
 struct Row {
@@ -250,13 +256,9 @@ void print_account(Trainer& t, const Traffic& step, bool only_trains, const Comm
     }
     int64_t sent = 0;
     for (const auto& row : all) sent += row[6];
-    // --compress says in parallel/data/data.h what it sends;
-    // other algorithms than the library's send wider numbers or more of them; and a step whose update was put back did
-    // a part of its work twice.
+    // A step whose update was put back did a part of its work twice.
     const bool known = (only_trains || !t.model.sharding.shards_weights()) &&
-                       !(t.pipeline && t.pipeline->updates_put_back() > 0) &&
-                       t.data_parallel.comm().algorithm == AllReduce::library &&
-                       t.options.data_parallel.compress.kind == Compression::none;
+                       !(t.pipeline && t.pipeline->updates_put_back() > 0) && traffic_is_known(t);
     std::printf("  sent by all %20s  %18lld\n", known ? std::to_string(expected_traffic(t)).c_str() : "",
                 static_cast<long long>(sent));
     if (time.total == 0) return;  // stopped by a signal: the last step was not timed

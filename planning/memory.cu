@@ -199,7 +199,7 @@ void print_plan(Trainer& t) {
     if (o.sharding_ranks() > 1)
         print_stages(t, t.tensor_parallel || t.pipeline ? n : psi, static_cast<double>(dtype_bytes(o.precision.dtype)),
                      static_cast<double>(dtype_bytes(o.precision.grad_dtype)), bytes_a_parameter);
-    if (rank_count(o.ranks) > 1 && !any_model)
+    if (rank_count(o.ranks) > 1 && !any_model && traffic_is_known(t))
         std::printf("  a rank sends              %18s %s in a step\n", "",
                     size_text(static_cast<double>(expected_traffic(t)) / rank_count(o.ranks)).c_str());
     if (any_model) return;  // the rest depends on the shape of the model

@@ -70,6 +70,8 @@ void print_pipeline_plan(const Trainer& trainer);
 // followed another one, so that the formula holds. Collective; rank 0 prints.
 void print_account(Trainer& trainer, const Traffic& step, bool only_trains, const CommTime& time);
 int64_t expected_traffic(const Trainer& trainer);  // bytes that all ranks together send in a step
+// Does that hold for these options?
+bool traffic_is_known(const Trainer& trainer);
 std::vector<Visit> visits_of_micro_batch(const Model& model, const Recompute& recompute);  // forward and backward
 
 // ---------------------------------------------------------------------------------------------------------------------

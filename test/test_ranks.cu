@@ -425,6 +425,16 @@ TEST_CASE("the plan's tokens a second are those of all ranks", "[program][ranks]
     CHECK_THAT(line("--batch 8 --ranks 4"), ContainsSubstring("a step takes 1.8 ms to 3.23 ms, 159k to 284k tokens/s"));
 }
 
+// What compressors and other algorithms send is not what the formula says, and the plan must not say so either.
+TEST_CASE("a plan tells what a rank sends where the formula holds", "[program][ranks][plan]") {
+    const std::string flags = "--plan --ranks 4 --batch 4 --sample 0 --data " + text_file() + " ";
+    CHECK_THAT(printed_by("train_gpt", flags), ContainsSubstring("a rank sends  "));
+    for (const std::string other : {"--compress bf16", "--compress 1bit", "--all-reduce tree"}) {
+        INFO(other);
+        CHECK_THAT(printed_by("train_gpt", flags + other), !ContainsSubstring("a rank sends  "));
+    }
+}
+
 TEST_CASE("a bucket that is larger than all gradients holds them all", "[program][ranks][plan]") {
     const auto total = [](const std::string& mib) {
         const std::string flags = "--plan --ranks 4 --batch 4 --sample 0 --data " + text_file() + " --bucket-mib ";
