@@ -115,7 +115,9 @@ StepResult finish_step(Run& run, int64_t step) {
     // Pipelines whose ranks do not wait for each other between steps do the same in another order.
     if (t.pipeline && t.pipeline->runs_ahead()) {
         begin_step(t, step);
-        return t.pipeline->step(data, step);
+        const StepResult result = t.pipeline->step(data, step);  // which may have been made with an earlier one
+        t.world.end_step();
+        return result;
     }
     if (run.launched < step) note_start(t), train_step(t, data, run.launched = step);
     if (may_run_ahead(t, step)) train_step(t, data, run.launched = step + 1);

@@ -114,7 +114,6 @@ void Pipeline::run_next_steps(const BatchReader& data, int64_t step) {
             const bool stop = take_stop_request(t_.options, step + n - 1);
             for (int64_t i = 0; i < n; ++i) results_.push_back(read_result(step + i, stop && i + 1 == n));
         } else run_validated_steps(data, step, n);
-        t_.world.end_step();
     } catch (const Error&) {
         if (results_.empty()) throw;
         failure_ = std::current_exception();
