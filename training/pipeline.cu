@@ -14,6 +14,8 @@
 // ranks.
 #include "training/training.h"
 
+#include "parallel/comm/transport.h"
+
 #include <algorithm>
 #include <numeric>
 
@@ -191,13 +193,18 @@ void Pipeline::accumulate(int64_t first_row, cudaStream_t stream) {
     reduce_gradients(stream);
 }
 
-// Of the gradients of all micro-batches of a step the sums over the ranks with the same weights.
+// Of the gradients of all micro-batches of a step the sums over the ranks with the same weights. A tied gradient lies
+// in two places. A sum in the order of the ranks is the same in both; one in another order may depend on the place, and
+// then the places are added last: otherwise the two would become different weights, of which a checkpoint has one.
 void Pipeline::reduce_gradients(cudaStream_t stream) {
-    add_tied(stream);
+    const bool in_rank_order = t_.options.data_parallel.zero > 0 || (t_.world.algorithm == AllReduce::library &&
+                                                                     !t_.data_parallel.comm().transport().has_native());
+    if (in_rank_order) add_tied(stream);
     // For data parallelism the step's gradients are those of the last of two micro-batches: complete, last units first.
     t_.data_parallel.begin_backward(t_.model, 1);
     for (size_t u = t_.model.units.size(); u-- > 0;) t_.data_parallel.end_grads(t_.model, u, stream);
     t_.data_parallel.finish_grads(stream);
+    if (!in_rank_order) add_tied(stream);
     if (has_twins()) for_all_gradients([&](const Tensor& grads) { twin_->all_reduce(grads, stream); });
     add_shared_gradients(t_, stream);
 }
