@@ -73,6 +73,22 @@ TEST_CASE("collectives and all algorithms by NCCL, 1 to 5 ranks", "[comm][nccl]"
         for (const char* axis : {"dp", "tp"}) comm_check::check_all(mesh.comm(axis), {33}, device().stream);
     });
 }
+
+TEST_CASE("by NCCL all ranks together send what a ring sends, to the byte", "[comm][nccl]") {
+    std::atomic<int64_t> sent = 0;
+    run_ranks(by_nccl(3), [&](Comm& world) {
+        const comm_check::CommMemory memory(world, 7);
+        const comm_check::Buffer x(DType::f32, 7);  // 28 bytes, no multiple of 3
+        comm_check::fill(x, std::vector<float>(7, 1), device().stream);
+        const int64_t before = world.traffic().sent;
+        world.all_reduce(x, device().stream);
+        world.broadcast(x, 1, device().stream);
+        world.reduce(x, x, ReduceOp::sum, 2, device().stream);
+        cudaCheck(cudaDeviceSynchronize());
+        sent += world.traffic().sent - before;
+    });
+    CHECK(sent == (2 + 1 + 1) * 2 * 28);  // of the 3 ranks 2 send each piece on
+}
 #endif
 
 TEST_CASE("a million numbers and three", "[comm]") {

@@ -186,6 +186,20 @@ void check_pair(const char* what, const Tensor& out, const Tensor& inp, int64_t 
 
 }  // namespace
 
+namespace {
+Group all_ranks(const Comm& comm) {
+    Group group{{}, comm.rank, comm.size};
+    for (int i = 0; i < comm.size; ++i) group.members.push_back(i);
+    return group;
+}
+
+// Of so many bytes this rank's part, for the count of traffic: the parts of all ranks add up to all bytes.
+size_t share_of(const Comm& comm, size_t bytes) {
+    const size_t n = static_cast<size_t>(comm.size), r = static_cast<size_t>(comm.rank);
+    return bytes * (r + 1) / n - bytes * r / n;
+}
+}  // namespace
+
 void Comm::all_reduce(Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream) {
     check_pair("all_reduce", out, inp, 1, 1);
     if (size == 1) return copy_own(out, inp, stream);
@@ -199,20 +213,12 @@ void Comm::all_reduce(Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream) 
             case AllReduce::library: break;
         }
         if (!transport_->has_native()) return rank_order_all_reduce(*this, out, inp, op, stream);
-        note_native_traffic(2 * out.bytes() / static_cast<size_t>(size));
+        note_native_traffic(2 * share_of(*this, out.bytes()));
         native_reduce(out, inp, op, stream, [&](const Tensor& to, const Tensor& from) {
             transport_->native()->all_reduce(to, from, op, stream);
         });
     });
 }
-
-namespace {
-Group all_ranks(const Comm& comm) {
-    Group group{{}, comm.rank, comm.size};
-    for (int i = 0; i < comm.size; ++i) group.members.push_back(i);
-    return group;
-}
-}  // namespace
 
 void rank_order_all_reduce(Comm& comm, Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream) {
     const Range mine = piece_of(inp.n(), comm.size, comm.rank);
@@ -379,7 +385,7 @@ void Comm::broadcast(Tensor tensor, int root, cudaStream_t stream) {
         if (tensor.n() == 0 || counting_) return;
         NativeCollectives* const native = transport_->native();
         if (!native) return tree_broadcast(*this, tensor, root, stream);
-        note_native_traffic(tensor.bytes() / static_cast<size_t>(size));
+        note_native_traffic(share_of(*this, tensor.bytes()));
         native->broadcast(tensor, root, stream);
     });
 }
@@ -394,7 +400,7 @@ void Comm::reduce(Tensor out, Tensor inp, ReduceOp op, int root, cudaStream_t st
         const int64_t n = inp.n();
         if (n == 0) return;
         if (transport_->has_native()) {
-            note_native_traffic(inp.bytes() / static_cast<size_t>(size));
+            note_native_traffic(share_of(*this, inp.bytes()));
             return native_reduce(rank == root ? out : Tensor{}, inp, op, stream,
                                  [&](const Tensor& to, const Tensor& from) {
                                      transport_->native()->reduce(to, from, op, root, stream);
