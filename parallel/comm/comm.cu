@@ -184,9 +184,6 @@ void check_pair(const char* what, const Tensor& out, const Tensor& inp, int64_t 
           "; expected out : inp = ", out_pieces, " : ", inp_pieces, " elements");
 }
 
-}  // namespace
-
-namespace {
 Group all_ranks(const Comm& comm) {
     Group group{{}, comm.rank, comm.size};
     for (int i = 0; i < comm.size; ++i) group.members.push_back(i);
@@ -198,6 +195,7 @@ size_t share_of(const Comm& comm, size_t bytes) {
     const size_t n = static_cast<size_t>(comm.size), r = static_cast<size_t>(comm.rank);
     return bytes * (r + 1) / n - bytes * r / n;
 }
+
 }  // namespace
 
 void Comm::all_reduce(Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream) {
