@@ -96,7 +96,8 @@ std::vector<std::string> find_checkpoints(const std::string& run_folder) {
         if (is_step_name(entry.path().filename().string()) && entry.is_directory(ignored))
             found.push_back(entry.path().string());
     }
-    check(error != std::errc::permission_denied, "cannot read folder ", folder, ": ", error.message());
+    const bool none = error == std::errc::no_such_file_or_directory || error == std::errc::not_a_directory;
+    check(!error || none, "cannot read folder ", folder, ": ", error.message());
     std::sort(found.rbegin(), found.rend(), is_earlier);
     return found;
 }

@@ -331,6 +331,17 @@ TEST_CASE("checkpoints that may not be read are not taken for none") {
     for (const std::string& path : {folder.path, checkpoints}) ::chmod(path.c_str(), 0777);
 }
 
+// What is there could not be seen: whoever takes that for an empty folder tells people to delete the run.
+TEST_CASE("a folder of checkpoints that cannot be read is not taken for none") {
+    const TempFolder folder;
+    const std::string checkpoints = folder / "checkpoints";
+    std::filesystem::create_symlink("checkpoints", checkpoints);
+    CHECK(one_line_with(error_of([&] { find_checkpoints(folder.path); }), checkpoints, "Too many levels"));
+    std::filesystem::remove(checkpoints);
+    spit(checkpoints, "a file");
+    CHECK(find_checkpoints(folder.path).empty());
+}
+
 TEST_CASE("text files are read whole, also from a pipe") {
     TempFolder folder;
     write_text_file(folder / "text", "one\ntwo");
