@@ -198,6 +198,11 @@ TEST_CASE("log.csv: foreign and broken logs") {
         CHECK(one_line_with(error_of([&] { read_csv_log(path); }), path + ", line 3: ", "is not a number"));
     }
     CHECK(one_line_with(error_of([&] { CsvLog(folder / "no/log.csv", -1); }), folder / "no/log.csv"));
+    // A resumed run that cannot see its log does not take it for none, and writes no new one in its place.
+    std::filesystem::remove(path);
+    std::filesystem::create_symlink("log.csv", path);
+    CHECK(one_line_with(error_of([&] { CsvLog(path, 3); }), path, "Too many levels"));
+    CHECK(std::filesystem::is_symlink(path));
     CHECK(one_line_with(error_of([&] { CsvLog("/dev/full", -1); }), "/dev/full", "not a regular file"));
 }
 
