@@ -128,9 +128,11 @@ void AtomicFile::overwrite(size_t offset, std::string_view text) {
     const off_t end = ::lseek(fd_, 0, SEEK_CUR);
     check(end >= 0 && offset + text.size() <= static_cast<size_t>(end), path_, ": bytes ", offset, " to ",
           offset + text.size(), " are to be overwritten, but only ", end, " have been written");
-    check(::lseek(fd_, static_cast<off_t>(offset), SEEK_SET) >= 0, "cannot write ", path_, ": ", reason(errno));
+    const off_t there = ::lseek(fd_, static_cast<off_t>(offset), SEEK_SET);
+    check(there >= 0, "cannot write ", path_, ": ", reason(errno));
     write_all(fd_, text.data(), text.size(), path_);
-    check(::lseek(fd_, end, SEEK_SET) >= 0, "cannot write ", path_, ": ", reason(errno));
+    const off_t back = ::lseek(fd_, end, SEEK_SET);
+    check(back >= 0, "cannot write ", path_, ": ", reason(errno));
 }
 
 void AtomicFile::commit() {

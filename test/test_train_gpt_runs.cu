@@ -129,6 +129,13 @@ TEST_CASE("a folder has one writer, and a lock that was left behind is taken ove
     CHECK_FALSE(std::filesystem::exists(run + "/lock"));
 }
 
+TEST_CASE("a lock that cannot be written is said with the system's reason", "[program][train_gpt]") {
+    const TempFolder folder;
+    std::filesystem::create_symlink("/dev/null", folder / "lock");
+    const Outcome outcome = train("--out " + folder.path);
+    CHECK(one_line_with(line_of(outcome), folder / "lock", "Invalid argument"));  // what ftruncate says of a device
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // The disk
 

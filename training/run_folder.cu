@@ -98,7 +98,8 @@ RunFolder::Lock::Lock(const std::string& run) : file(run + "/lock", O_RDWR) {
         std::printf("lock     taken over from process %ld of this host, which has ended without removing %s\n",
                     holder.pid, path.c_str());
     const std::string text = concat(::getpid(), " ", host_name(), "\n");
-    check(::ftruncate(file.fd(), 0) == 0, "cannot write ", path, ": ", std::strerror(errno));
+    const int status = ::ftruncate(file.fd(), 0);
+    check(status == 0, "cannot write ", path, ": ", std::strerror(errno));
     write_all(file.fd(), text.data(), text.size(), path);
 }
 
