@@ -135,9 +135,12 @@ bool is_half_answer(const std::string& line) {
 // A process that was killed may have left half a line, which is removed. What no batch has written is never touched.
 BatchFiles::Done read_done(const std::string& path) {
     BatchFiles::Done done;
-    std::error_code ignored;
-    if (!std::filesystem::is_regular_file(path, ignored)) return done;  // none yet; or a pipe, which keeps nothing
+    std::error_code error;
+    const bool is_file = std::filesystem::is_regular_file(path, error);
+    check(!error, "--out ", path, ": the answers that it has cannot be read: ", error.message());
+    if (!is_file) return done;  // a pipe, which keeps nothing
     std::ifstream file(path, std::ios::binary);
+    check(file.good(), "--out ", path, ": the answers that it has cannot be read: ", std::strerror(errno));
     std::string line;
     std::streamoff whole = 0;
     const auto check_ours = [&](bool is_ours) {
@@ -157,7 +160,6 @@ BatchFiles::Done read_done(const std::string& path) {
     check(!file.bad(), "--out ", path, ": the answers that it has cannot be read: ", std::strerror(errno));
     if (line.empty()) return done;
     check_ours(is_half_answer(line));
-    std::error_code error;
     std::filesystem::resize_file(path, static_cast<uintmax_t>(whole), error);
     check(!error, "--out ", path, ": cannot be written: ", error.message());
     return done;

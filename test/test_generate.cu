@@ -1,11 +1,15 @@
 // The program generate, as a user calls it.
 #include "train_runs.h"
+#include "inference/inference.h"
 #include "io/lock.h"
 #include "json.h"
 
 #include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <sstream>
 
@@ -227,6 +231,21 @@ TEST_CASE("what cannot be used is told before the weights are read, and a file s
     CHECK(std::filesystem::is_symlink(out));
     std::filesystem::remove(out);
     CHECK_THAT(generate(batch + "/dev/full").err, ContainsSubstring("No space left on device"));
+}
+
+TEST_CASE("a batch whose answers can be written but not read does not ask for them again", "[generate]") {
+    const TempFolder folder;
+    GenerateOptions options;
+    options.batch = folder / "in.jsonl", options.out = folder / "out.jsonl";
+    spit(options.batch, "{\"id\": 1, \"prompt\": \"a\"}\n");
+    spit(options.out, "{\"id\": 1, \"text\": \"b\", \"finish_reason\": \"length\"}\n");
+    ::chmod(folder.path.c_str(), 0755);
+    ::chmod(options.out.c_str(), 0222);
+    const bool was_root = ::geteuid() == 0;  // who may read all files
+    if (was_root) REQUIRE(::seteuid(65534) == 0);
+    const std::string error = error_of([&] { open_batch(options); });
+    if (was_root && ::seteuid(0) != 0) std::abort();
+    CHECK(one_line_with(error, options.out, "the answers that it has cannot be read: Permission denied"));
 }
 
 TEST_CASE("generate holds a conversation, plans, and tells a perplexity", "[generate][program]") {
