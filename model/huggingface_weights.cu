@@ -127,7 +127,6 @@ void save_model(const Model& model, const std::string& folder, const TokenIds& t
         for (const Param& param : whole.params) read_from_owner(model, whole, param);
         return;
     }
-    make_folder(folder);
     size_t n_read = 0;  // parameters that the other ranks have sent their parts of
     std::vector<TensorToStore> tensors;
     for (const Param& param : whole.params) {
@@ -142,6 +141,7 @@ void save_model(const Model& model, const std::string& folder, const TokenIds& t
     }
     const bool alone = !model.data_parallel && !model.pipeline_ranks;
     try {
+        make_folder(folder);
         write_text_file(folder + "/config.json", config_to_json(model.config, token_ids));
         write_safetensors(folder + "/model.safetensors", tensors, {{"format", "pt"}}, true);
     } catch (const Error&) {  // a full disk, for example: the run may go on, so what the others send is received

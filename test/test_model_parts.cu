@@ -523,3 +523,24 @@ TEST_CASE("parts of a model on ranks of a pipeline are saved as the whole is, an
         }
     }
 }
+
+TEST_CASE("where the folder of a model cannot be made, what the other ranks send is received all the same", "[model]") {
+    Config config = small_gpt2();
+    config.L = 4;
+    const TempFolder folder;
+    spit(folder / "file", "");
+    const std::vector<ModelPart> parts = cuts_of_four_blocks(config.tied)[0];
+    std::string error;
+    run_ranks(threads(static_cast<int>(parts.size())), [&](Comm& comm) {
+        PartWithMemory its(config, parts[static_cast<size_t>(comm.rank)]);
+        PipelineRanks ranks(comm, config, parts);
+        Arena staging("staging");
+        ranks.take_memory(staging), staging.reserve(), ranks.take_memory(staging);
+        its.model.pipeline_ranks = &ranks;
+        const std::string its_error = error_of([&] { save_model(its.model, folder / "file/model"); });
+        if (comm.rank == 0) error = its_error;
+        else check(its_error.empty(), its_error);
+        gather_numbers(comm, {comm.rank});  // the next message is the next call's
+    });
+    CHECK(one_line_with(error, folder / "file/model", "cannot make the folder"));
+}
