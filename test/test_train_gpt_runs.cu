@@ -208,6 +208,37 @@ TEST_CASE("--keep-best keeps the checkpoint with the lowest validation loss", "[
     CHECK(one_line_with(line_of(none), "--keep-best", "--val-fraction above 0"));
 }
 
+TEST_CASE("--keep-best: where the best step cannot be saved, the best of the others is kept", "[program][train_gpt]") {
+    const TempFolder folder;
+    spit(folder / "val.txt", std::string(2000, '#'));  // a constant text: a few steps on another one make it worse
+    const std::string flags = "--val " + (folder / "val.txt") +
+                              " --warmup 20 --keep 1 --save-every 7 --steps 24 --val-every 1 --keep-best --out ";
+    const auto best_of = [&](const std::string& run, int64_t unsaved) {
+        LogRow best;
+        for (const LogRow& row : read_csv_log(run + "/log.csv"))
+            if (row.step != unsaved && (!best.val_loss || *row.val_loss < *best.val_loss)) best = row;
+        return best.step;
+    };
+    REQUIRE(train(flags + (folder / "first")).status == 0);
+    const int64_t unsaved = best_of(folder / "first", 0);
+    REQUIRE((unsaved > 1 && unsaved < 24));
+    const std::string run = folder / "run";
+    REQUIRE(train(flags + run + " --stop-after 1").status == 0);
+    const auto checkpoint = [&](int64_t step) {
+        char name[40];
+        std::snprintf(name, sizeof name, "step-%08lld", static_cast<long long>(step));
+        return std::string(name);
+    };
+    std::filesystem::create_symlink(checkpoint(unsaved), run + "/checkpoints/" + checkpoint(unsaved));  // to itself
+    const Outcome outcome = resume(run);
+    INFO(outcome.err << outcome.out);
+    CHECK(outcome.status == 0);
+    CHECK_THAT(outcome.err, ContainsSubstring(concat("step ", unsaved, " could not be saved")));
+    const int64_t best = best_of(run, unsaved);
+    CHECK(std::filesystem::exists(run + "/checkpoints/" + checkpoint(best)));
+    CHECK_THAT(outcome.out, ContainsSubstring(concat("best     step ", best, ", with a validation loss of")));
+}
+
 TEST_CASE("progress is a line every --log-every steps, and one that changes in a terminal", "[program][train_gpt]") {
     const TempFolder folder;
     const auto count = [](const std::string& text, const std::string& what) {

@@ -57,6 +57,6 @@ double evaluate(Trainer& t, const BatchReader& data, int64_t n_sequences) {
 
 bool note_best(Trainer& t, int64_t step, double val_loss) {
     if (!std::isfinite(val_loss) || (t.best && t.best->val_loss <= val_loss)) return false;
-    t.best = {step, val_loss};
+    t.best_before = std::exchange(t.best, BestStep{step, val_loss});
     return true;
 }

@@ -254,9 +254,9 @@ struct Trainer {
     std::unique_ptr<Optimizer> optimizer;      // of what this rank updates of the units
     std::unique_ptr<OffloadedUpdate> offload;  // with --offload: brings their work to the host, or their states here
     LossScaler scaler;
-    DataIdentity data;       // for checkpoints
-    ModelFiles model_files;  // likewise; rank 0's
-    std::optional<BestStep> best;
+    DataIdentity data;                          // for checkpoints
+    ModelFiles model_files;                     // likewise; rank 0's
+    std::optional<BestStep> best, best_before;  // the one before it is the best again where it cannot be saved
     int64_t updates = 0;  // steps of the optimizer; steps of the run that overflowed are not among them
     // f32 (units of the whole model + kStepNumberRows, 2): the sum of squares of each unit's gradients, then
     // StepNumbers. Rows of units that are not here are 0.
