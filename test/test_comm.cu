@@ -414,6 +414,18 @@ TEST_CASE("a trace has every collective and every message of every rank", "[comm
     }
 }
 
+TEST_CASE("why a job has failed is said also where its trace cannot be written", "[comm]") {
+    const TempFolder folder;
+    RankOptions options = threads(2);
+    options.trace = "1", options.trace_folder = folder / "no";
+    const std::string error = error_of(options, [](Comm& world) {
+        world.set_step(1);
+        gather_numbers(world, {world.rank});
+        if (world.rank == 0) fail("the disk is full");
+    });
+    CHECK_THAT(error, ContainsSubstring("the disk is full. There is no trace of it: cannot create " + folder.path));
+}
+
 #ifdef CUDA_ON_CPU
 TEST_CASE("by NCCL a message of a group ends in the trace when it has arrived", "[comm][nccl]") {
     const TempFolder folder;

@@ -248,13 +248,18 @@ void run_as_threads(const RankOptions& options, int n, const std::function<void(
         wait_for_threads(all, mutex, changed, n_ended);
         for (std::thread& thread : threads) thread.join();
     }
-    const Job& job = *all.job;
-    if (all.trace) {
-        const std::vector<TraceEvent> events = all.trace->take();
-        write_trace(options.trace_folder, events);
-        if (options.after_trace && !job.failed()) options.after_trace(events);
-    }
-    if (job.failed()) throw Error(n == 1 ? job.reason().substr(std::string("rank 0: ").size()) : job.reason());
+    const bool failed = all.job->failed();
+    std::string reason = failed ? all.job->reason() : "";
+    if (failed && n == 1) reason = reason.substr(std::string("rank 0: ").size());
+    if (all.trace) try {
+            const std::vector<TraceEvent> events = all.trace->take();
+            write_trace(options.trace_folder, events);
+            if (options.after_trace && !failed) options.after_trace(events);
+        } catch (const std::exception& error) {  // a full disk, from which the job has failed, too
+            if (!failed) throw;
+            reason += concat(". There is no trace of it: ", reason_of(error));
+        }
+    if (failed) throw Error(reason);
 }
 
 void run_as_plan(const RankOptions& options, int n, const std::function<void(Comm&)>& f) {
