@@ -49,6 +49,12 @@ TEST_CASE("--tune-matmul times each product once, and later runs take what was c
     CHECK_THAT(spoilt.err, ContainsSubstring(file + " is ignored, and will be written anew: its first line is not"));
     CHECK_THAT(read_text_file(file), ContainsSubstring("llm.cu matmul choices of "));
 
+    // A folder that cannot be looked into, as another user's: no reason not to train.
+    std::filesystem::remove_all(folder / "cache");
+    std::filesystem::create_symlink("cache", folder / "cache");
+    const Outcome closed = run("closed", "--tune-matmul on");
+    CHECK_THAT(closed.err, ContainsSubstring("the choices of matrix products are not kept: cannot make the folder "));
+
     const Outcome wrong = train("--steps 2 --tune-matmul maybe --out " + folder / "wrong", cache);
     CHECK(wrong.status == 2);
     CHECK_THAT(wrong.err, ContainsSubstring("--tune-matmul maybe: use on, off or auto"));
