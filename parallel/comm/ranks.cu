@@ -251,14 +251,16 @@ void run_as_threads(const RankOptions& options, int n, const std::function<void(
     const bool failed = all.job->failed();
     std::string reason = failed ? all.job->reason() : "";
     if (failed && n == 1) reason = reason.substr(std::string("rank 0: ").size());
-    if (all.trace) try {
+    try {
+        if (all.trace) {
             const std::vector<TraceEvent> events = all.trace->take();
             write_trace(options.trace_folder, events);
             if (options.after_trace && !failed) options.after_trace(events);
-        } catch (const std::exception& error) {  // a full disk, from which the job has failed, too
-            if (!failed) throw;
-            reason += concat(". There is no trace of it: ", reason_of(error));
         }
+    } catch (const std::exception& error) {  // a full disk, from which the job has failed, too
+        if (!failed) throw;
+        reason += concat(". There is no trace of it: ", reason_of(error));
+    }
     if (failed) throw Error(reason);
 }
 
