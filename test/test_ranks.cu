@@ -94,9 +94,9 @@ TEST_CASE("1, 2, 3, 4 and 8 ranks in every mode give the curve of one process", 
 // for each other as with GPUs.
 TEST_CASE("by NCCL runs have the curve that they have by memory", "[program][ranks][nccl]") {
     const TempFolder folder;
-    for (const char* mode :
-         {"--ranks 3", "--ranks 3 --zero 3", "--ranks 4 --tp 2 --sp", "--ranks 2 --pp 2 --micro-batch 1",
-          "--ranks 2 --pp 2 --pipeline dualpipe --micro-batch 1", "--ranks 2 --cp 2"}) {
+    for (const char* mode : {"--ranks 3", "--ranks 3 --zero 3", "--ranks 4 --tp 2 --sp",
+                             "--ranks 2 --pp 2 --micro-batch 1", "--ranks 2 --pp 2 --pipeline dualpipe --micro-batch 1",
+                             "--ranks 2 --pp 2 --pipeline zb-v --micro-batch 1", "--ranks 2 --cp 2"}) {
         INFO(mode);
         const auto curve = [&](const char* comm, const char* before) {
             const std::string run = folder / concat(mode, comm, before);

@@ -79,6 +79,13 @@ Pipeline::Pipeline(Trainer& trainer, Comm& ranks)
     numbers_ = ranks.split(all, "pp numbers");
     numbers_stream_ = make_stream();
     reached_ = make_event();
+    if (ranks.is_plan()) return;
+    // Its hosts meet at once, as those of the runner's links do: the last rank's first message goes to one that may
+    // need forwards of the last rank before it comes to the receive.
+    const Tensor words = numbers_->host_words().slice(0, 2 * ranks.size);
+    cudaCheck(cudaMemsetAsync(words.data, 0, words.bytes(), numbers_stream_));
+    numbers_->all_to_all(words.slice(0, ranks.size), words.slice(ranks.size, ranks.size), numbers_stream_);
+    cudaCheck(cudaStreamSynchronize(numbers_stream_));
 }
 
 Pipeline::~Pipeline() {
