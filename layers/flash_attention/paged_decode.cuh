@@ -266,9 +266,9 @@ __device__ __forceinline__ void add_decode_values(const DecodeShared& at, int n_
 }
 
 // Block (chunk, key head and queries, split). Where splits have no blocks of their own, one does all. It has at most
-// kQueries queries.
+// kQueries queries. Without the 1, blocks of a multiprocessor, ptxas stops at 64 or 128 registers, and spills some.
 template <int kQueries, class Number, class Stored>
-__global__ void __launch_bounds__(kDecodeThreads)
+__global__ void __launch_bounds__(kDecodeThreads, 1)
     paged_decode_kernel(Heads<Number> out, float* partial, Heads<const Number> q, Pool<Stored> pool,
                         const int32_t* page_table, const int4* chunks, NewRows<Number> fresh, DecodeShape d) {
     let_next_start();
