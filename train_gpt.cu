@@ -195,15 +195,16 @@ void run_rank(const TrainOptions& options, std::string fault, Comm& world, std::
     std::optional<Trainer> trainer;
     std::optional<RunData> data;
     if (options.account) stand_in_for(options.device_spec);
-    fault = open_run(options, mesh, trainer, data);
-    if (options.plan && !started_by_mpirun()) {  // the other ranks do not exist
+    const bool plans_alone = options.plan && !started_by_mpirun();  // the other ranks do not exist
+    std::optional<RunModel> model;
+    fault = open_model(options, model);
+    if (!plans_alone && !(starts = agree_to_start(world, fault))) return;
+    if (fault.empty()) fault = open_run(options, *model, mesh, trainer, data);
+    if (plans_alone) {
         if (!fault.empty()) fail(fault);
         return print_plan(*trainer);
     }
-    if (!agree_to_start(world, fault)) {
-        starts = false;
-        return;
-    }
+    if (!(starts = agree_to_start(world, fault))) return;
     if (options.account) return print_step_account(*trainer);
     if (options.plan) {
         if (world.rank == 0) print_plan(*trainer);

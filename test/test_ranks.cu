@@ -489,6 +489,22 @@ TEST_CASE("ranks that were started differently are refused by name", "[program][
     }
 }
 
+// Their hosts have different files, and the stages of a pipeline meet when they are made.
+TEST_CASE("a file that one rank does not find is its reason, also with a pipeline", "[program][ranks]") {
+    if (!have_mpirun()) SKIP_TEST("no MPI");
+    const TempFolder folder;
+    for (const char* host : {"a", "b"}) std::filesystem::create_directories(folder / host);
+    std::filesystem::copy_file(model_file("deep-gqa"), folder / "a/config.json");
+    const std::string flags = concat(" ", program_path("train_gpt"), " --model config.json --data ", text_file(),
+                                     " --pp 2 --comm-timeout 30 --out ", folder / "run");
+    const Outcome run =
+        run_shell(concat(mpirun_command(1), "-wdir ", folder / "a", flags, " : -np 1 -wdir ", folder / "b", flags));
+    INFO(run.err);
+    CHECK(run.status != 0);
+    CHECK_THAT(run.err, ContainsSubstring("rank 1: ") && ContainsSubstring("config.json"));
+    CHECK_THAT(run.err, !ContainsSubstring("has waited"));
+}
+
 TEST_CASE("a fault that all ranks find is one line under mpirun, too", "[program][ranks]") {
     if (!have_mpirun()) SKIP_TEST("no MPI");
     const TempFolder folder;

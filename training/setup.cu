@@ -161,22 +161,36 @@ void check_limits(const TrainOptions& o, const Config& config) {
 
 }  // namespace
 
-std::string open_run(const TrainOptions& o, Mesh& mesh, std::optional<Trainer>& trainer, std::optional<RunData>& data) {
+// The message of the Error that f throws, or "".
+static std::string fault_of(const std::function<void()>& f) {
     try {
-        const RunTokenizer tokenizer = find_tokenizer(o);
-        const Config config = choose_config(o, tokenizer.tokenizer->vocab_size());
-        check_limits(o, config);
-        trainer.emplace(o, config, mesh);
-        trainer->take_memory();  // counts; the kernels' limits on sizes are checked here
-        if (o.plan || o.account) return "";
-        data = open_data(o, config, tokenizer);
-        trainer->data = data->identity;
-        if (trainer->world.rank == 0) trainer->model_files = collect_model_files(o, config, tokenizer, *data);
-        trainer->check_fits();
+        f();
         return "";
     } catch (const Error& error) {
         return error.what();
     }
+}
+
+std::string open_model(const TrainOptions& o, std::optional<RunModel>& model) {
+    return fault_of([&] {
+        const RunTokenizer tokenizer = find_tokenizer(o);
+        model = {tokenizer, choose_config(o, tokenizer.tokenizer->vocab_size())};
+        check_limits(o, model->config);
+    });
+}
+
+std::string open_run(const TrainOptions& o, const RunModel& model, Mesh& mesh, std::optional<Trainer>& trainer,
+                     std::optional<RunData>& data) {
+    return fault_of([&] {
+        trainer.emplace(o, model.config, mesh);
+        trainer->take_memory();  // counts; the kernels' limits on sizes are checked here
+        if (o.plan || o.account) return;
+        data = open_data(o, model.config, model.tokenizer);
+        trainer->data = data->identity;
+        if (trainer->world.rank == 0)
+            trainer->model_files = collect_model_files(o, model.config, model.tokenizer, *data);
+        trainer->check_fits();
+    });
 }
 
 // Flags are typed once, but mpirun may start different programs on different machines.

@@ -508,9 +508,14 @@ struct RunData {
     std::string show(const std::vector<int32_t>& tokens) const;  // as text for a terminal, or as ids
     std::vector<int32_t> prompt() const;                         // what a sample begins with
 };
-// Opens the tokenizer, the model's configuration and the data, and counts the memory. Returns what is wrong with them,
-// in one line, or "". With --plan the data are not opened.
-std::string open_run(const TrainOptions& options, Mesh& mesh, std::optional<Trainer>& trainer,
+// What the run begins with: what is wrong with it, in one line, or "". The tokenizer and the model's configuration:
+struct RunModel {
+    RunTokenizer tokenizer;
+    Config config;
+};
+std::string open_model(const TrainOptions& options, std::optional<RunModel>& model);
+// Then, when all ranks have those, for the ranks meet here: counts the memory, and opens the data (not with --plan).
+std::string open_run(const TrainOptions& options, const RunModel& model, Mesh& mesh, std::optional<Trainer>& trainer,
                      std::optional<RunData>& data);
 
 // What was found before the start. Where all ranks found a fault, they end together: rank 0 prints its line, and no
