@@ -1,5 +1,6 @@
 // layers/decode.h: operations of layers.h that a step of inference does together: on a GPU one launch where layers.h
-// has two, for steps of few rows, whose time is that of starting, waiting and reading weights.
+// has two, for steps of few rows, whose time is that of starting, waiting and reading weights. And how such a step is
+// told of its rows.
 #pragma once
 
 #include "layers/layers.h"
@@ -16,7 +17,7 @@ void few_rows_activated_forward(Tensor out, Tensor before, Tensor inp, Tensor we
 // flash_attention/paged_attention.cu. paged_write and paged_attention_forward of a step in which each sequence has one
 // new token: N rows, chunks and rows of the page table. The bits are those of the two. On a GPU, for most sizes, it is
 // one launch, which leaves q as it is; the two rotate it. It reads chunks, page table and the older rows of the pool
-// before the launches in front have ended (early_launch.cuh).
+// before the launches in front have ended (early_launch.cuh). No sequence may have another one's new row in its pages.
 void paged_decode_forward(const HeadColumns& out, const HeadColumns& q, const HeadColumns& k, const HeadColumns& v,
                           const PagedStep& step, RopePairs pairs, Tensor positions, Tensor table, float scale,
                           int64_t window, Tensor scratch, cudaStream_t stream);

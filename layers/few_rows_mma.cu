@@ -25,8 +25,8 @@
 // zero, which costs nothing, and twice as many warps ask the memory for weights. Each asks for kAhead chunks of its
 // weights before it waits for any, and for the first before the launches in front have ended. Blocks that do not fit on
 // the multiprocessors at the same time ask late, and what a thread asks for takes its registers: so a thread has no
-// more of these than let three or four blocks share a multiprocessor, and where there are many blocks, each asks for
-// less.
+// more of these than let three or four blocks share a multiprocessor, and asks for less where four have to. Where even
+// that does not make room for all blocks, they come in rounds: then two share it, and ask for more.
 //
 // Of up to 8 rows the block also computes what follows a feed-forward's first product, GELU or SwiGLU, of the product
 // rounded to T, as the kernels that do it by themselves read it. For SwiGLU a block has 8 outputs and the 8 that stand
