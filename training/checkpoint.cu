@@ -358,14 +358,14 @@ void save_checkpoint(Trainer& t, int64_t step, bool last) {
     cudaCheck(cudaDeviceSynchronize());
     std::string fault;
     std::string& newest = t.options.checkpoint;  // not find_checkpoints': a run may have gone on behind a broken one
+    const std::string before = newest;
     t.world.patiently([&] {
         fault = write_checkpoint(t, step);
         if (t.world.rank == 0 && fault.empty()) newest = *latest_checkpoint(t.options.out);
         newest = broadcast_text(t.world, newest);
-        const bool saved = gather_numbers(t.world, {fault.empty()})[0][0] != 0;
-        // Else the next save would remove the best one that there is, for one that there is not.
-        if (!saved && t.best && t.best->step == step) t.best = t.best_before;
     });
+    // Not saved: the next save would remove the best one that there is, for one that there is not.
+    if (newest == before && t.best && t.best->step == step) t.best = t.best_before;
     if (t.world.rank != 0) {
         if (!fault.empty()) std::fprintf(stderr, "train_gpt: rank %d: %s\n", t.world.rank, fault.c_str());
         return;
