@@ -1,7 +1,9 @@
 // test/test_train_gpt_runs.cu: runs that are lengthened, moved, watched and interrupted; the one writer of a folder.
+#include "io/lock.h"
 #include "optim/optim.h"
 #include "train_runs.h"
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -110,6 +112,14 @@ TEST_CASE("a folder has one writer, and a lock that was left behind is taken ove
     CHECK(taken.status == 0);
     CHECK_THAT(taken.out, ContainsSubstring(concat("lock     taken over from process ", pid, " of this host")));
     CHECK_FALSE(std::filesystem::exists(run + "/lock"));
+    // Its checkpoints come and go: they are not read, but for a plan, before it is known that nobody writes.
+    {
+        const LockedFile writer(run + "/lock", O_RDWR);
+        CHECK(resume(run, "--plan").status == 0);
+        std::filesystem::rename(run + "/checkpoints", run + "/moved");
+        CHECK(one_line_with(line_of(resume(run)), "is being written by another process: wait until it has ended"));
+        std::filesystem::rename(run + "/moved", run + "/checkpoints");
+    }
     // Of a process on another host nobody can say here whether it lives. One process of several locks.
     spit(run + "/lock", "123 elsewhere\n");
     for (const std::string& before : {std::string(), have_mpirun() ? mpirun_command(2) : std::string()}) {

@@ -352,6 +352,7 @@ void add_output_options(CommandLine& line, TrainOptions& o) {
 
 // The options of the checkpoint stand in for those that were not given; one that was given must say the same.
 void adopt_saved_options(CommandLine& line, TrainOptions& o) {
+    if (!o.plan && !o.account) check_not_written(o.out);
     o.checkpoint = readable_checkpoint(o.out);
     const RunState saved = read_state(o.checkpoint);
     o.resumed_step = saved.step;

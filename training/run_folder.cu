@@ -10,6 +10,7 @@
 
 #include <fcntl.h>
 #include <signal.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
@@ -82,6 +83,16 @@ std::string make_fresh_folder() {
 }
 
 }  // namespace
+
+void check_not_written(const std::string& run) {
+    const int fd = ::open((run + "/lock").c_str(), O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return;
+    // All ranks ask at once: a shared lock is refused by the writer's, and by none of theirs.
+    const bool is_held = ::flock(fd, LOCK_SH | LOCK_NB) != 0 && errno == EWOULDBLOCK;
+    const Holder holder = read_holder(fd);
+    ::close(fd);
+    if (is_held) refuse(run, holder);
+}
 
 RunFolder::MadeFolders::~MadeFolders() {
     for (auto path = paths.rbegin(); path != paths.rend(); ++path) ::rmdir(path->c_str());  // only what is empty goes

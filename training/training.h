@@ -479,6 +479,8 @@ class RunFolder {
     std::string path_;
     std::optional<Lock> lock_;
 };
+// Error if another process writes this run: it may remove what would be read here.
+void check_not_written(const std::string& run);
 // Error if the disk has no room for the checkpoints and logs to come. Nothing has been written yet. Collective.
 void check_disk_space(const Trainer& trainer);
 
