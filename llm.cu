@@ -36,13 +36,15 @@ Residual block_forward(const BlockContext& b, const Block& block, Residual x, bo
     const BlockSaved& saved = b.saved;
     const Tensor branch = b.workspace.branch;
 
-    norm_forward(model, block.norm1, saved.norm1, x, b.workspace, b.stream);
-    model.attention->forward(b, block.attention, saved.attention, branch, saved.norm1.out);
+    const SubLayer &attention = *model.attention, &feed_forward = *model.feed_forward;
+
+    const BlockContext first = norm_forward(b, attention, block.attention, block.norm1, saved.norm1, x);
+    attention.forward(first, block.attention, saved.attention, branch, saved.norm1.out);
     x = {saved.norm1.sum, branch};
 
-    norm_forward(model, block.norm2, saved.norm2, x, b.workspace, b.stream);
-    model.feed_forward->forward(b, block.feed_forward, saved.feed_forward, last_product ? branch : Tensor{},
-                                saved.norm2.out);
+    const BlockContext second = norm_forward(b, feed_forward, block.feed_forward, block.norm2, saved.norm2, x);
+    feed_forward.forward(second, block.feed_forward, saved.feed_forward, last_product ? branch : Tensor{},
+                         saved.norm2.out);
     return {saved.norm2.sum, branch};
 }
 

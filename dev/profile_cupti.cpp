@@ -34,9 +34,10 @@ void check(CUptiResult status, const char* what) {
     std::fprintf(stderr, "profile: %s: %s\n", what, text);
 }
 
-// Kernel names come mangled, and there are few different ones.
+// Kernel names come mangled, and there are few different ones. The map is never destroyed: finish() may come after what
+// is static.
 const std::string& readable(const char* mangled) {
-    static std::unordered_map<std::string, std::string> known;
+    static auto& known = *new std::unordered_map<std::string, std::string>;
     std::string& name = known[mangled];
     if (name.empty()) {
         int status = 0;

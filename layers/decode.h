@@ -14,6 +14,17 @@ enum class Activation : uint8_t { none, gelu, swiglu };
 void few_rows_activated_forward(Tensor out, Tensor before, Tensor inp, Tensor weight, Tensor bias,
                                 Activation activation, cudaStream_t stream);
 
+// The norm in front of a product: the arguments of layernorm_forward, or without a bias of rmsnorm_forward.
+struct NormInFront {
+    Tensor out, sum, mean, rstd, inp, branch, weight, bias;
+    float eps = 0;
+};
+// few_rows.cu. few_rows_forward, or few_rows_activated_forward, of the norm's out. One row in 16 bits on a GPU, of up
+// to 2048 columns, is one launch, which writes out and norm.sum, and neither before nor norm.out, mean and rstd. The
+// bits are those of two or three. norm.sum must not be norm.inp.
+void few_rows_normed_forward(Tensor out, Tensor before, const NormInFront& norm, Tensor weight, Tensor bias,
+                             Activation activation, cudaStream_t stream);
+
 // flash_attention/paged_attention.cu. paged_write and paged_attention_forward of a step in which each sequence has one
 // new token: N rows, chunks and rows of the page table. The bits are those of the two. On a GPU, for most sizes, it is
 // one launch, which leaves q as it is; the two rotate it. It reads chunks, page table and the older rows of the pool

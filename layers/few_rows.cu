@@ -383,6 +383,25 @@ void few_rows_activated_forward(Tensor out, Tensor before, Tensor inp, Tensor we
     else gelu_forward(out, before, stream);
 }
 
+void few_rows_normed_forward(Tensor out, Tensor before, const NormInFront& norm, Tensor weight, Tensor bias,
+                             Activation activation, cudaStream_t stream) {
+    const char* name = "few_rows_normed_forward";
+    const int64_t C = weight.shape[1];
+    for (const auto& [argument, tensor] : {std::pair{"inp", norm.inp}, {"branch", norm.branch}, {"sum", norm.sum}})
+        if (tensor) expect(name, argument, tensor, weight.dtype, {norm.inp.shape[0], C});
+    if (!kOnCpu && weight.dtype != DType::f32 && few_rows_mma_takes_norm(norm, weight)) {
+        check(norm.sum.data != norm.inp.data || !norm.branch, name, ": sum is inp, which all blocks read");
+        expect_few_rows(name, activation == Activation::swiglu ? before : out, norm.inp, bias, weight.shape[0]);
+        return few_rows_mma_normed_forward(out, norm, weight, bias, stream, 0, activation);
+    }
+    if (norm.bias)
+        layernorm_forward(norm.out, norm.sum, norm.mean, norm.rstd, norm.inp, norm.branch, norm.weight, norm.bias,
+                          norm.eps, stream);
+    else rmsnorm_forward(norm.out, norm.sum, norm.rstd, norm.inp, norm.branch, norm.weight, norm.eps, stream);
+    if (activation == Activation::none) few_rows_forward(out, norm.out, weight, bias, stream);
+    else few_rows_activated_forward(out, before, norm.out, weight, bias, activation, stream);
+}
+
 void quantised_linear_forward(Tensor out, Tensor inp, const QuantisedWeight& weight, Tensor bias, cudaStream_t stream) {
     const char* name = "quantised_linear_forward";
     expect_few_rows(name, out, inp, bias, weight.codes.shape[0]);

@@ -9,3 +9,8 @@
 // has rows. Weight and bias are read before the launches in front have ended (early_launch.cuh).
 void few_rows_mma_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, cudaStream_t stream, int64_t n_blocks = 0,
                           Activation activation = Activation::none);
+
+// The same with the norm in front of it (normed_row.cuh), which has one row, if it is one that can be taken.
+bool few_rows_mma_takes_norm(const NormInFront& norm, Tensor weight);
+void few_rows_mma_normed_forward(Tensor out, const NormInFront& norm, Tensor weight, Tensor bias, cudaStream_t stream,
+                                 int64_t n_blocks = 0, Activation activation = Activation::none);

@@ -32,6 +32,8 @@
 // rounded to T, as the kernels that do it by themselves read it. For SwiGLU a block has 8 outputs and the 8 that stand
 // O / 2 rows of the weight behind them: gates and what they multiply.
 //
+// A single row may be given as what a norm makes of another one: then each block forms it (normed_row.cuh).
+//
 // The weight is the instruction's A (16 outputs x 16 columns), inp its B (16 columns x 8 rows): both with neighbouring
 // columns in a register, as they lie in memory. An instruction does not care which 16 of the columns it is given, as
 // long as A and B agree. So lane t of a quad takes the 8 columns 8t ... 8t + 7 of a chunk, 16 bytes, of each row, and
@@ -44,6 +46,7 @@
 #include "layers/early_launch.cuh"
 #include "layers/few_rows.cuh"
 #include "layers/gelu.cuh"
+#include "layers/normed_row.cuh"
 #include "layers/ptx.cuh"
 
 namespace {
@@ -132,10 +135,10 @@ __device__ __forceinline__ void add_chunk(typename Its::Sums& sums, const Column
         }
 }
 
-// This warp's sums over its chunks.
-template <class Its, bool kWhole, class T>
+// This warp's sums over its chunks. receive() waits until inp is there.
+template <class Its, bool kWhole, class T, class Receive>
 __device__ __forceinline__ void add_columns(typename Its::Sums& sums, const Operands<Its, kWhole, T>& operands,
-                                            int warp) {
+                                            int warp, Receive&& receive) {
     constexpr int kAhead = Its::kAhead, kGroup = kAhead < 4 ? kAhead : 4;  // chunks of inp that are loaded at a time
     const int64_t n_chunks = (operands.s.C + kChunkColumns - 1) / kChunkColumns;
     bool waited = false;
@@ -143,7 +146,7 @@ __device__ __forceinline__ void add_columns(typename Its::Sums& sums, const Oper
         Columns w[kAhead][Its::kFragments][Its::kHalves];
 #pragma unroll
         for (int k = 0; k < kAhead; ++k) operands.load_weight(w[k], first + k * kWarps);
-        if (!waited) wait_for_previous();
+        if (!waited) receive();
         waited = true;
 #pragma unroll
         for (int k0 = 0; k0 < kAhead; k0 += kGroup) {
@@ -208,10 +211,10 @@ constexpr int kBlocks = !kWhole || kOutputs > 16        ? 0
                         : kRowTiles == 1 && kAhead == 4 ? 4
                                                         : 3;
 
-// Block (outputs, rows).
-template <int kOutputs, int kRowTiles, int kAhead, bool kWhole, class T>
+// Block (outputs, rows). Input: const T*, or a NormedRow, of one row.
+template <int kOutputs, int kRowTiles, int kAhead, bool kWhole, class Input, class T>
 __global__ void __launch_bounds__(kThreads, (kBlocks<kOutputs, kRowTiles, kAhead, kWhole>))
-    few_rows_mma_kernel(T* out, const T* inp, const T* weight, const T* bias, FewRowsShape s) {
+    few_rows_mma_kernel(T* out, Input input, const T* weight, const T* bias, FewRowsShape s) {
     using Its = Tile<kOutputs, kRowTiles, kAhead>;
     let_next_start();
     __shared__ typename Its::Shared of_warps;
@@ -223,7 +226,17 @@ __global__ void __launch_bounds__(kThreads, (kBlocks<kOutputs, kRowTiles, kAhead
     Biases<T> biases = {};
     if constexpr (kEarly) biases = load_biases<Its>(bias, output0, s);
     typename Its::Sums sums = {};
-    add_columns(sums, Operands<Its, kWhole, T>{inp, weight, s, output0, row0, lane / 4, lane % 4 * kLaneColumns}, warp);
+    const auto add = [&](const T* inp, auto&& receive) {
+        const Operands<Its, kWhole, T> operands{inp, weight, s, output0, row0, lane / 4, lane % 4 * kLaneColumns};
+        add_columns(sums, operands, warp, receive);
+    };
+    if constexpr (std::is_pointer_v<Input>) {
+        add(input, [] { wait_for_previous(); });
+    } else {
+        T* const row = dynamic_shared<T>();
+        load_norm(row, input);
+        add(row, [&] { normalise_row(row, input, blockIdx.x == 0); });
+    }
 #pragma unroll
     for (int i = 0; i < Its::kFragments; ++i) {
         if (i > 0) __syncthreads();  // the fragment before it has been stored
@@ -238,45 +251,110 @@ __global__ void __launch_bounds__(kThreads, (kBlocks<kOutputs, kRowTiles, kAhead
     }
 }
 
+// A product as few_rows_mma_forward has been told of it.
+struct Product {
+    Tensor out, weight, bias;
+    FewRowsShape s;
+    int64_t n_blocks;  // wanted
+    cudaStream_t stream;
+
+    Product(Tensor its_out, int64_t N, Tensor its_weight, Tensor its_bias, cudaStream_t its_stream,
+            int64_t its_n_blocks, Activation activation)
+        : out(its_out), weight(its_weight),
+          bias(its_bias), s{N,
+                            its_weight.shape[1],
+                            its_weight.shape[0],
+                            activation == Activation::swiglu ? its_weight.shape[0] / 2 : 8,
+                            its_out.shape[1],
+                            activation},
+          n_blocks(its_n_blocks == 0 ? device().sm_count : its_n_blocks), stream(its_stream) {}
+    bool gated() const { return s.activation == Activation::swiglu; }
+    dim3 tiles(int64_t n_outputs, int64_t n_rows) const {
+        return dim3(static_cast<unsigned>(ceil_div(s.columns, gated() ? 8 : n_outputs)),
+                    static_cast<unsigned>(ceil_div(s.N, 8 * n_rows)));
+    }
+    bool are_enough(const dim3& grid) const { return int64_t{grid.x} * grid.y >= n_blocks; }
+};
+
+template <int kOutputs, int kRowTiles, int kAhead>
+using TileSizes = std::integer_sequence<int, kOutputs, kRowTiles, kAhead>;
+
+template <bool kWhole, class T, class Input, int kOutputs, int kRowTiles, int kAhead>
+void launch_tile(const Product& p, Input input, TileSizes<kOutputs, kRowTiles, kAhead>) {
+    const size_t shared_bytes = std::is_pointer_v<Input> ? 0 : normed_row_bytes<T>(p.s.C);
+    const EarlyLaunch start(p.tiles(kOutputs, kRowTiles), kThreads, shared_bytes, p.stream);
+    start("few_rows_mma_kernel", few_rows_mma_kernel<kOutputs, kRowTiles, kAhead, kWhole, Input, T>, p.out.ptr<T>(),
+          input, p.weight.ptr<T>(), p.bias ? p.bias.ptr<T>() : nullptr, p.s);
+}
+// launch(TileSizes) with what a block computes, of up to 8 rows and of any number.
+template <class F>
+void choose_narrow_tile(const Product& p, F&& launch) {
+    const int64_t O = p.s.O;
+    const bool halved = !p.gated() && ceil_div(O, 16) < 2 * p.n_blocks, few_blocks = ceil_div(O, 8) <= 2 * p.n_blocks;
+    if (halved && few_blocks) launch(TileSizes<8, 1, 8>());
+    else if (halved) launch(TileSizes<8, 1, 4>());
+    else if (ceil_div(O, 16) <= 4 * p.n_blocks) launch(TileSizes<16, 1, 4>());
+    else launch(TileSizes<16, 1, 8>());
+}
+template <class F>
+void choose_tile(const Product& p, F&& launch) {
+    const int64_t N = p.s.N;
+    if (N <= 8) choose_narrow_tile(p, launch);
+    else if (N <= 16 && !p.gated() && ceil_div(p.s.O, 16) < 2 * p.n_blocks) launch(TileSizes<8, 2, 4>());
+    else if (N <= 16) launch(TileSizes<16, 2, 4>());
+    else if (N > 32 && p.s.C % kLaneColumns == 0 && p.are_enough(p.tiles(64, 8))) launch(TileSizes<64, 8, 1>());
+    else if (p.are_enough(p.tiles(32, 4))) launch(TileSizes<32, 4, 1>());
+    else launch(TileSizes<16, 4, 4>());
+}
+
+void note_launched(const Product& p, int64_t more_reads, int64_t more_writes) {
+    launched("few_rows_mma_kernel", {.reads = bytes_of(p.weight, p.bias) + more_reads,
+                                     .writes = bytes_of(p.out) + more_writes,
+                                     .flops = 2.0 * static_cast<double>(p.s.N) * static_cast<double>(p.s.C * p.s.O)});
+}
+
 }  // namespace
 
 void few_rows_mma_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, cudaStream_t stream, int64_t n_blocks,
                           Activation activation) {
-    const bool gated = activation == Activation::swiglu;
-    const int64_t N = inp.shape[0], O = weight.shape[0];
-    const FewRowsShape s{N, inp.shape[1], O, gated ? O / 2 : 8, out.shape[1], activation};
-    if (n_blocks == 0) n_blocks = device().sm_count;
-    const auto tiles = [&](int64_t n_outputs, int64_t n_rows) {
-        return dim3(static_cast<unsigned>(ceil_div(s.columns, gated ? 8 : n_outputs)),
-                    static_cast<unsigned>(ceil_div(s.N, 8 * n_rows)));
+    const Product product(out, inp.shape[0], weight, bias, stream, n_blocks, activation);
+    const auto launch = [&](auto zero) {
+        using T = decltype(zero);
+        choose_tile(product, [&]<int kOutputs, int kRowTiles, int kAhead>(TileSizes<kOutputs, kRowTiles, kAhead> tile) {
+            const T* const input = inp.ptr<T>();
+            if (product.s.C % kLaneColumns == 0) launch_tile<true, T>(product, input, tile);
+            else if constexpr (kOutputs < 64) launch_tile<false, T>(product, input, tile);
+        });
     };
-    const auto are_enough = [&](const dim3& grid) { return int64_t{grid.x} * grid.y >= n_blocks; };
-    const auto launch = [&]<class T, int kOutputs, int kRowTiles, int kAhead>(
-                            T, std::integer_sequence<int, kOutputs, kRowTiles, kAhead>) {
-        const EarlyLaunch start(tiles(kOutputs, kRowTiles), kThreads, 0, stream);
-        const auto launch_columns = [&]<bool kWhole>(std::bool_constant<kWhole>) {
-            start("few_rows_mma_kernel", few_rows_mma_kernel<kOutputs, kRowTiles, kAhead, kWhole, T>, out.ptr<T>(),
-                  inp.ptr<T>(), weight.ptr<T>(), bias ? bias.ptr<T>() : nullptr, s);
-        };
-        if (s.C % kLaneColumns == 0) launch_columns(std::true_type());
-        else if constexpr (kOutputs < 64) launch_columns(std::false_type());
-        launched("few_rows_mma_kernel", {.reads = bytes_of(inp, weight, bias),
-                                         .writes = bytes_of(out),
-                                         .flops = 2.0 * static_cast<double>(s.N) * static_cast<double>(s.C * s.O)});
+    if (inp.dtype == DType::bf16) launch(__nv_bfloat16{});
+    else launch(__half{});
+    note_launched(product, bytes_of(inp), 0);
+}
+
+bool few_rows_mma_takes_norm(const NormInFront& norm, Tensor weight) {
+    const int64_t C = weight.shape[1];
+    return norm.inp.shape[0] == 1 && C % kLaneColumns == 0 && C <= kMostNormedC;
+}
+
+void few_rows_mma_normed_forward(Tensor out, const NormInFront& norm, Tensor weight, Tensor bias, cudaStream_t stream,
+                                 int64_t n_blocks, Activation activation) {
+    const Product product(out, 1, weight, bias, stream, n_blocks, activation);
+    const int64_t C = product.s.C;
+    const auto launch = [&](auto zero) {
+        using T = decltype(zero);
+        const auto pointer = [](const Tensor& tensor) { return tensor ? tensor.ptr<T>() : nullptr; };
+        const NormedRow<T> row{pointer(norm.inp),
+                               pointer(norm.branch),
+                               pointer(norm.weight),
+                               pointer(norm.bias),
+                               pointer(norm.branch ? norm.sum : Tensor{}),
+                               norm.eps,
+                               narrow(C, "columns"),
+                               static_cast<int>(norm_geometry("few_rows_normed_forward", 1, C, C).block.x)};
+        choose_narrow_tile(product, [&](auto tile) { launch_tile<true, T>(product, row, tile); });
     };
-    const auto launch_tiles = [&](auto zero) {
-        const bool halved = !gated && ceil_div(s.O, 16) < 2 * n_blocks, few_blocks = ceil_div(s.O, 8) <= 2 * n_blocks;
-        if (s.N <= 8 && halved && few_blocks) launch(zero, std::integer_sequence<int, 8, 1, 8>());
-        else if (s.N <= 8 && halved) launch(zero, std::integer_sequence<int, 8, 1, 4>());
-        else if (s.N <= 8 && ceil_div(s.O, 16) <= 4 * n_blocks) launch(zero, std::integer_sequence<int, 16, 1, 4>());
-        else if (s.N <= 8) launch(zero, std::integer_sequence<int, 16, 1, 8>());
-        else if (s.N <= 16 && halved) launch(zero, std::integer_sequence<int, 8, 2, 4>());
-        else if (s.N <= 16) launch(zero, std::integer_sequence<int, 16, 2, 4>());
-        else if (s.N > 32 && s.C % kLaneColumns == 0 && are_enough(tiles(64, 8)))
-            launch(zero, std::integer_sequence<int, 64, 8, 1>());
-        else if (are_enough(tiles(32, 4))) launch(zero, std::integer_sequence<int, 32, 4, 1>());
-        else launch(zero, std::integer_sequence<int, 16, 4, 4>());
-    };
-    if (inp.dtype == DType::bf16) launch_tiles(__nv_bfloat16{});
-    else launch_tiles(__half{});
+    if (norm.inp.dtype == DType::bf16) launch(__nv_bfloat16{});
+    else launch(__half{});
+    note_launched(product, bytes_of(norm.inp, norm.branch, norm.weight, norm.bias),
+                  norm.branch ? bytes_of(norm.sum) : 0);
 }

@@ -113,8 +113,17 @@ struct Crossed {
 
 }  // namespace
 
+bool is_few_rows(const BlockContext& b, const Linear& linear) {
+    const bool alone = !b.model.tensor_parallel || linear.crossing == Crossing::inside;
+    return has_cache(b) && alone && !linear.quantised.codes.exists() && !b.saved.fp8 && !device().is_cpu;
+}
+// Is this the layer that reads the norm in front of the sub-layer?
+static bool forms_norm(const BlockContext& b, Tensor inp) { return b.norm && b.norm->out.data == inp.data; }
+
 void block_linear_forward(const BlockContext& b, const Linear& linear, Tensor out, Tensor inp) {
     const Tensor bias = linear.adds_bias ? linear.bias : Tensor{};
+    if (forms_norm(b, inp))
+        return few_rows_normed_forward(out, {}, *b.norm, linear.weight, bias, Activation::none, b.stream);
     const auto own = [&](Tensor to, Tensor from) {
         if (linear.quantised.codes.exists()) quantised_linear_forward(to, from, linear.quantised, bias, b.stream);
         else if (b.saved.fp8) {
@@ -148,25 +157,22 @@ static Tensor same_rows(Tensor x, Tensor whole, Tensor part) {
     return x.slice(bytes / (whole.cols() * static_cast<int64_t>(dtype_bytes(whole.dtype))), part.rows());
 }
 
-// An activation is part of a product of few rows that this rank computes alone: of a step of inference on a GPU.
-static bool activates_few_rows(const BlockContext& b, const Linear& linear) {
-    const bool alone = !b.model.tensor_parallel || linear.crossing == Crossing::inside;
-    return has_cache(b) && alone && !linear.quantised.codes.exists() && !b.saved.fp8 && !device().is_cpu;
-}
+// The activation is part of a product of few rows.
 static void activated_step_forward(const BlockContext& b, const Linear& linear, Tensor out, Tensor before, Tensor inp,
                                    Activation activation) {
     const Tensor bias = linear.adds_bias ? linear.bias : Tensor{};
-    few_rows_activated_forward(out, before, inp, linear.weight, bias, activation, b.stream);
+    if (forms_norm(b, inp)) few_rows_normed_forward(out, before, *b.norm, linear.weight, bias, activation, b.stream);
+    else few_rows_activated_forward(out, before, inp, linear.weight, bias, activation, b.stream);
 }
 
 void block_linear_swiglu_forward(const BlockContext& b, const Linear& linear, Tensor out, Tensor before, Tensor inp) {
-    if (activates_few_rows(b, linear)) return activated_step_forward(b, linear, out, before, inp, Activation::swiglu);
+    if (is_few_rows(b, linear)) return activated_step_forward(b, linear, out, before, inp, Activation::swiglu);
     block_linear_forward(b, linear, before, inp);
     swiglu_forward(out, before, b.stream);
 }
 
 void block_linear_gelu_forward(const BlockContext& b, const Linear& linear, Tensor out, Tensor before, Tensor inp) {
-    if (activates_few_rows(b, linear)) return activated_step_forward(b, linear, out, before, inp, Activation::gelu);
+    if (is_few_rows(b, linear)) return activated_step_forward(b, linear, out, before, inp, Activation::gelu);
     if (!has_gelu_epilogue(b, linear)) {
         block_linear_forward(b, linear, before, inp);
         return gelu_forward(out, before, b.stream);

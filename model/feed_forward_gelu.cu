@@ -61,4 +61,5 @@ extern const SubLayer kGelu = {.name = "gelu",
                                .forward = forward,
                                .recompute = recompute,
                                .backward = backward,
-                               .elements = elements};
+                               .elements = elements,
+                               .first_linear_alone_reads_inp = true};

@@ -65,4 +65,5 @@ extern const SubLayer kSwiGlu = {.name = "swiglu",
                                  .forward = forward,
                                  .recompute = recompute,
                                  .backward = backward,
-                                 .elements = elements};
+                                 .elements = elements,
+                                 .first_linear_alone_reads_inp = true};

@@ -41,6 +41,18 @@ void norm_forward(const Model& model, const Norm& norm, const NormSaved& saved, 
     else rmsnorm_forward(saved.out, sum, saved.rstd, x.sum, x.branch, norm.weight, eps, stream);
 }
 
+BlockContext norm_forward(const BlockContext& b, const SubLayer& sub_layer, const SubLayerParameters& parameters,
+                          const Norm& norm, const NormSaved& saved, const Residual& x) {
+    BlockContext context = b;
+    const bool copies = !x.branch && saved.sum.data != x.sum.data;
+    if (sub_layer.first_linear_alone_reads_inp && !copies && is_few_rows(b, parameters.linears[0]))
+        context.norm = {saved.out,   saved.sum, saved.mean,
+                        saved.rstd,  x.sum,     x.branch,
+                        norm.weight, norm.bias, static_cast<float>(b.model.config.norm_eps)};
+    else norm_forward(b.model, norm, saved, x, b.workspace, b.stream);
+    return context;
+}
+
 void norm_backward(const Model& model, const Norm& norm, const NormSaved& saved, Tensor dinp, Tensor dout, Tensor dsum,
                    const Workspace& workspace, cudaStream_t stream) {
     const Tensor scratch = workspace.scratch;

@@ -13,6 +13,7 @@
 #include "model/model.h"
 
 #include <cmath>
+#include <optional>
 #include <string>
 
 // Gives every parameter its place in the flat arrays. Fused matrices (q, k and v; gate and up) get one place; their
@@ -125,6 +126,7 @@ struct BlockContext {
     const Workspace& workspace;
     const BlockSaved& saved;
     cudaStream_t stream;
+    std::optional<NormInFront> norm = {};  // of the sub-layer, where the product that reads its out forms it
 };
 
 // Elements read and written for one token, each operation by itself, beside the products. again: by what selective
@@ -153,6 +155,8 @@ struct SubLayer {
     void (*backward)(const BlockContext& b, const SubLayerParameters& p, const Slots& saved, Tensor dinp, Tensor dout,
                      Tensor inp);
     Elements (*elements)(const Config& config);
+    // Then the product may form the norm in front of the sub-layer (norm_forward).
+    bool first_linear_alone_reads_inp = false;
 
     // Attention only. score_width: columns that a score multiplies, of q.k and of p.v, in all heads.
     int64_t (*score_width)(const Config& config) = nullptr;
@@ -169,6 +173,8 @@ struct SubLayer {
 // A linear layer of a block, in the model's dtype or with its products in fp8: its three products, which may be called
 // at different times. (block_linear.cu)
 void block_linear_forward(const BlockContext& b, const Linear& linear, Tensor out, Tensor inp);
+// Is its product one of few_rows.cu that this rank computes alone: of a step of inference on a GPU?
+bool is_few_rows(const BlockContext& b, const Linear& linear);
 void block_linear_backward_input(const BlockContext& b, const Linear& linear, Tensor dinp, Tensor dout);
 // The same with GELU after the layer: out = gelu(before), before = linear(inp); and before the layer, of which before
 // is the input: dbefore = gelu'(before) * what the layer's input gets. In one product where that can be.
@@ -205,6 +211,10 @@ void quantise_block(const Model& model, int64_t l, cudaStream_t stream);
 // GPT-2, RMSNorm elsewhere. (norm.cu)
 void norm_forward(const Model& model, const Norm& norm, const NormSaved& saved, const Residual& x,
                   const Workspace& workspace, cudaStream_t stream);
+// Of a block: the context of the sub-layer behind it, of these parameters. In a step of inference the norm may be left
+// to the sub-layer's first product (BlockContext::norm); then saved.out is not written.
+BlockContext norm_forward(const BlockContext& b, const SubLayer& sub_layer, const SubLayerParameters& parameters,
+                          const Norm& norm, const NormSaved& saved, const Residual& x);
 // dinp = d norm(dout) + dsum; dsum, if any, is what reaches the stream past the norm.
 void norm_backward(const Model& model, const Norm& norm, const NormSaved& saved, Tensor dinp, Tensor dout, Tensor dsum,
                    const Workspace& workspace, cudaStream_t stream);

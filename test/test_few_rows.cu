@@ -4,11 +4,13 @@
 // 2^-24 of sum |inp weight|; scale * code is rounded once more, and the bias adds one: (C + 3) 2^-24 (sum |inp weight|
 // + |bias|). Then out's type rounds once.
 #include "layers/few_rows.cuh"
+#include "layers/norm.cuh"
 #include "reference.h"
 
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <utility>
 
 namespace {
 
@@ -210,6 +212,79 @@ TEST_CASE("few rows on tensor cores: a product and an activation after it", "[fe
 }
 TEST_CASE("few rows on tensor cores: an activation after more chunks than a warp loads ahead", "[few_rows][shapes]") {
     for (const DType dtype : {DType::bf16, DType::f16}) check_activated(dtype, 3 * 8 * 32 * 12 + 40);
+}
+
+namespace {
+
+// A norm, the product behind it and an activation: in one launch the bits are those of three.
+void check_normed(DType dtype, int64_t C, bool is_layernorm, bool adds, int64_t n_blocks) {
+    INFO(dtype_name(dtype) << " C " << C << (is_layernorm ? " LayerNorm" : " RMSNorm") << (adds ? " of a sum, " : ", ")
+                           << n_blocks);
+    const cudaStream_t stream = device().stream;
+    const int64_t F = 35;
+    Buffer inp(dtype, {1, C}, random_values(C, 1)), branch(dtype, {1, C}, random_values(C, 2)),
+        scale(dtype, {C}, random_values(C, 3)), shift(dtype, {C}, random_values(C, 4)),
+        weight(dtype, {2 * F, C}, random_values(2 * F * C, 5, 0.05)), bias(dtype, {2 * F}, random_values(2 * F, 6)),
+        row(dtype, {1, C}), sum(dtype, {1, C}), sum_apart(dtype, {1, C}), out(dtype, {1, 2 * F}),
+        apart(dtype, {1, 2 * F}), gated(dtype, {1, F}), gated_apart(dtype, {1, F});
+    Buffer mean(DType::f32, {1}), rstd(DType::f32, {1});
+    const NormInFront norm{row,  adds ? sum.tensor() : Tensor{},    mean,  rstd,
+                           inp,  adds ? branch.tensor() : Tensor{}, scale, is_layernorm ? shift.tensor() : Tensor{},
+                           1e-5f};
+    const Tensor want_sum = adds ? sum_apart.tensor() : Tensor{};
+    if (is_layernorm) layernorm_forward(row, want_sum, mean, rstd, inp, norm.branch, scale, shift, norm.eps, stream);
+    else rmsnorm_forward(row, want_sum, rstd, inp, norm.branch, scale, norm.eps, stream);
+    for (const Activation activation : {Activation::none, Activation::gelu}) {
+        few_rows_mma_forward(apart, row, weight, bias, stream, n_blocks, activation);
+        few_rows_mma_normed_forward(out, norm, weight, bias, stream, n_blocks, activation);
+        CHECK(out.bits() == apart.bits());
+    }
+    few_rows_mma_forward(gated_apart, row, weight, {}, stream, n_blocks, Activation::swiglu);
+    few_rows_mma_normed_forward(gated, norm, weight, {}, stream, n_blocks, Activation::swiglu);
+    CHECK(gated.bits() == gated_apart.bits());
+    if (adds) CHECK(sum.bits() == sum_apart.bits());
+}
+
+}  // namespace
+
+TEST_CASE("few rows on tensor cores: a norm in front of a product", "[few_rows][counted]") {
+    const int64_t before = std::exchange(norm_row_columns, 16);
+    for (const DType dtype : {DType::bf16, DType::f16})
+        for (const bool is_layernorm : {false, true}) {
+            for (const int64_t C : {8, 72, 200, 520, 1000})  // 1, 8, 16 and 32 threads a row
+                check_normed(dtype, C, is_layernorm, true, 4);
+            for (const int64_t n_blocks : {1, 99}) check_normed(dtype, 1160, is_layernorm, n_blocks == 1, n_blocks);
+        }
+    norm_row_columns = before;
+}
+TEST_CASE("few rows on tensor cores: a norm of the most columns", "[few_rows][shapes]") {
+    const int64_t before = std::exchange(norm_row_columns, 16);
+    for (const DType dtype : {DType::bf16, DType::f16}) check_normed(dtype, 2048, dtype == DType::f16, true, 4);
+    norm_row_columns = before;
+}
+TEST_CASE("few rows: a norm in front of a product, in one launch or several", "[few_rows]") {
+    const int64_t F = 24;
+    const cudaStream_t stream = device().stream;
+    for (const DType dtype : kFloatDTypes)
+        for (const auto& [N, C] : {std::pair<int64_t, int64_t>{1, 40}, {1, 43}, {3, 40}, {1, 2056}}) {
+            INFO(dtype_name(dtype) << " N " << N << " C " << C);
+            Buffer inp(dtype, {N, C}, random_values(N * C, 1)), branch(dtype, {N, C}, random_values(N * C, 2)),
+                scale(dtype, {C}, random_values(C, 3)), weight(dtype, {2 * F, C}, random_values(2 * F * C, 5, 0.05)),
+                row(dtype, {N, C}), sum(dtype, {N, C}), rstd(DType::f32, {N}), before(dtype, {N, 2 * F}),
+                out(dtype, {N, 2 * F}), apart(dtype, {N, 2 * F}), gated(dtype, {N, F}), gated_apart(dtype, {N, F});
+            const NormInFront norm{row, sum, {}, rstd, inp, branch, scale, {}, 1e-5f};
+            few_rows_normed_forward(out, {}, norm, weight, {}, Activation::none, stream);
+            few_rows_normed_forward(gated, before, norm, weight, {}, Activation::swiglu, stream);
+            const auto got_sum = sum.bits();
+            rmsnorm_forward(row, sum, rstd, inp, branch, scale, norm.eps, stream);
+            few_rows_forward(apart, row, weight, {}, stream);
+            few_rows_activated_forward(gated_apart, before, row, weight, {}, Activation::swiglu, stream);
+            CHECK(out.bits() == apart.bits());
+            CHECK(gated.bits() == gated_apart.bits());
+            CHECK(got_sum == sum.bits());
+        }
+    Buffer inp(DType::bf16, {1, 40}, random_values(40, 1)), weight(DType::bf16, {8, 41}), out(DType::bf16, {1, 8});
+    CHECK_THROWS_AS(few_rows_normed_forward(out, {}, {.inp = inp}, weight, {}, Activation::none, stream), Error);
 }
 
 TEST_CASE("few rows: codes are rounded to nearest, and the largest weight has the largest code", "[few_rows]") {
