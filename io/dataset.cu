@@ -65,10 +65,7 @@ struct Files {
 
 Files find_files(const std::string& path, bool held_out) {
     Files files;
-    std::error_code error;
-    const bool is_a_folder = fs::is_directory(path, error);
-    check(error != std::errc::permission_denied, "cannot open ", path, ": ", error.message());
-    if (is_a_folder) {
+    if (is_folder(path)) {
         files.is_folder = true;
         files.paths = list_files(path, false);
         std::erase_if(files.paths, [](const std::string& p) { return !is_shard_name(p); });

@@ -182,8 +182,9 @@ void make_folder(const std::string& path) {
     std::filesystem::create_directories(path, error);
     for (std::filesystem::path part = path; error && part.has_relative_path(); part = part.parent_path()) {
         if (is_folder(part.string())) break;
-        check(!is_there(part.string()), "cannot make the folder ", path, ": ", part.string(), " is no folder");
         std::error_code none;
+        check(!std::filesystem::exists(part, none), "cannot make the folder ", path, ": ", part.string(),
+              " is no folder");
         const std::filesystem::path meant = std::filesystem::read_symlink(part, none);
         check(none.value() != 0, "cannot make the folder ", path, ": ", part.string(), " is a link to ", meant.string(),
               ", which is not there: make that first, or remove the link");
@@ -195,8 +196,10 @@ void make_folder(const std::string& path) {
 }
 
 bool is_there(const std::string& path) {
-    std::error_code ignored;
-    return std::filesystem::exists(path, ignored);
+    std::error_code error;
+    const bool there = std::filesystem::exists(path, error);
+    check(!error || error == std::errc::filename_too_long, "cannot open ", path, ": ", error.message());
+    return there;
 }
 bool is_folder(const std::string& path) {
     std::error_code ignored;

@@ -57,9 +57,9 @@ void write_all(int fd, const void* data, size_t bytes, const std::string& path);
 std::string read_text_file(const std::string& path);                   // also from a pipe
 void write_text_file(const std::string& path, std::string_view text);  // atomically
 void make_folder(const std::string& path);                             // with parents; checks that it can be written to
-// Is there something, a folder? False, too, where it cannot be told.
+// Is there something? Error where it cannot be told, as in a folder that may not be entered.
 bool is_there(const std::string& path);
-bool is_folder(const std::string& path);
+bool is_folder(const std::string& path);  // false, too, where it cannot be told
 void sync_folder(const std::string& path);
 
 // Before a program opens any file: where standard input, output or error is closed, its number is taken, so that no

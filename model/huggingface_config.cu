@@ -39,7 +39,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <filesystem>
 
 namespace {
 
@@ -295,9 +294,7 @@ Config load_config(const std::string& preset_or_path) {
     if (const Config* preset = find_preset(preset_or_path)) return *preset;
     std::string path = preset_or_path;
     if (is_folder(path)) path += "/config.json";
-    std::error_code error;
-    if (!std::filesystem::exists(path, error)) {
-        check(error != std::errc::permission_denied, "cannot open ", path, ": ", error.message());
+    if (!is_there(path)) {
         std::string names;
         for (const std::string& name : preset_names()) names += (names.empty() ? "" : ", ") + name;
         fail("no model '", preset_or_path, "': use one of ", names,

@@ -31,6 +31,6 @@ std::string find_newest_run() {
         const fs::file_time_type time = fs::last_write_time(*checkpoint, ignored);
         if (newest.empty() || time > latest) newest = run.path().string(), latest = time;
     }
-    check(error != std::errc::permission_denied, "cannot read folder runs: ", error.message());
+    check(!error || error == std::errc::no_such_file_or_directory, "cannot read folder runs: ", error.message());
     return newest;
 }

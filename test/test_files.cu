@@ -342,6 +342,16 @@ TEST_CASE("a folder of checkpoints that cannot be read is not taken for none") {
     CHECK(find_checkpoints(folder.path).empty());
 }
 
+TEST_CASE("what cannot be looked for is not taken for missing") {
+    const TempFolder folder;
+    const std::string link = folder / "link";
+    std::filesystem::create_symlink("link", link);
+    CHECK(one_line_with(error_of([&] { is_there(link); }), "cannot open " + link, "Too many levels"));
+    CHECK(is_there(folder.path));
+    for (const std::string& nothing : {folder / "file", folder / "a/b", folder / std::string(300, 'x'), std::string()})
+        CHECK_FALSE(is_there(nothing));
+}
+
 TEST_CASE("text files are read whole, also from a pipe") {
     TempFolder folder;
     write_text_file(folder / "text", "one\ntwo");

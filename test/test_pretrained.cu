@@ -180,6 +180,12 @@ TEST_CASE("text that the model cannot read is refused at the start", "[program][
     CHECK(shards.status == 0);
     CHECK(slurp(newest_checkpoint(run) + "/tokenizer.json") == slurp(model + "/tokenizer.json"));
     std::filesystem::remove_all(run);
+    // One that cannot be seen is not taken for none: a run on shards would go on without it.
+    std::filesystem::remove(model + "/tokenizer.json");
+    std::filesystem::create_symlink("tokenizer.json", model + "/tokenizer.json");
+    for (const std::string& data : {std::string(), " --data " + shard})
+        CHECK(one_line_with(refused("--init " + model + data),
+                            "cannot open " + model + "/tokenizer.json: Too many levels"));
     // Bytes for a model with a vocabulary.
     std::filesystem::remove(model + "/tokenizer.json");
     CHECK(one_line_with(refused("--init " + model), "vocabulary of 601", "--tokenizer"));

@@ -60,9 +60,9 @@ bool is_tuned(const TrainOptions& o) { return o.tune_matmul == "on" || (o.tune_m
 
 // Sets the choices of the file, if there is one. One that cannot be used is as good as none, but somebody should know.
 void read_choices(const std::string& path) {
-    if (path.empty() || !is_there(path)) return;
+    if (path.empty()) return;
     try {
-        set_matmul_choices(choices_in_matmul_file(read_text_file(path)));
+        if (is_there(path)) set_matmul_choices(choices_in_matmul_file(read_text_file(path)));
     } catch (const Error& error) {
         std::fprintf(stderr, "%s is ignored, and will be written anew: %s\n", path.c_str(), error.what());
     }
