@@ -74,16 +74,20 @@ std::string CheckpointWriter::commit(int keep, int64_t best) {
     fs::rename(temporary_, final_, error);
     check(!error, "cannot rename ", temporary_, " to ", final_, ": ", error.message());
     committed_ = true;
-    sync_folder(parent_);
     std::string left;
-    int64_t n_older = 0;  // and this one
-    for (const std::string& folder : find_checkpoints(run_folder_)) {
-        const bool later = is_earlier(final_, folder);
-        if (folder == parent_ + "/" + step_name(best)) continue;
-        if (!later) ++n_older;
-        if (!later && (keep == 0 || n_older <= keep)) continue;
-        error = remove_checkpoint(folder);
-        if (error) left = concat("cannot remove ", folder, ": ", error.message());
+    try {
+        sync_folder(parent_);
+        int64_t n_older = 0;  // and this one
+        for (const std::string& folder : find_checkpoints(run_folder_)) {
+            const bool later = is_earlier(final_, folder);
+            if (folder == parent_ + "/" + step_name(best)) continue;
+            if (!later) ++n_older;
+            if (!later && (keep == 0 || n_older <= keep)) continue;
+            error = remove_checkpoint(folder);
+            if (error) left = concat("cannot remove ", folder, ": ", error.message());
+        }
+    } catch (const std::exception& fault) {  // this one is there, and so are the older ones
+        left = fault.what();
     }
     return left;
 }

@@ -351,7 +351,8 @@ class CheckpointWriter {
     const std::string& folder() const { return temporary_; }  // write the files here
     // Makes the folder final, and removes all older checkpoints but the newest `keep` (this one counts; 0 keeps all),
     // and those of later steps: they were broken, so that the run was resumed from one before them. That of step
-    // `best` stays beside the newest. Returns what is wrong with one that cannot be removed, or "": this one is saved.
+    // `best` stays beside the newest. Returns what went wrong once this one was in its place, as one that cannot be
+    // removed, or "".
     std::string commit(int keep, int64_t best = 0);
 
   private:

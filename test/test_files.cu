@@ -318,6 +318,20 @@ TEST_CASE("an older checkpoint that cannot be removed is said, and the new one i
     ::chmod((checkpoints + "/step-00000001").c_str(), 0777);
 }
 
+TEST_CASE("a checkpoint that is in its place is saved, whatever goes wrong behind that") {
+    TempFolder folder;
+    const std::string checkpoints = folder / "checkpoints";
+    CheckpointWriter(folder.path, 1).commit(1);
+    CheckpointWriter writer(folder.path, 2);
+    for (const std::string& path : {folder.path, writer.folder()}) ::chmod(path.c_str(), 0777);
+    ::chmod(checkpoints.c_str(), 0333);  // it cannot be read, so neither synced nor looked through
+    {
+        const NotRoot not_root;
+        CHECK(one_line_with(writer.commit(1), checkpoints, "Permission denied"));
+    }
+    CHECK(find_checkpoints(folder.path).size() == 2);
+}
+
 TEST_CASE("checkpoints that may not be read are not taken for none") {
     TempFolder folder;
     const std::string checkpoints = folder / "checkpoints";

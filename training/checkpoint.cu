@@ -317,8 +317,8 @@ RunState state_after(const Trainer& t, int64_t step) {
             .options = t.options.identity};
 }
 
-// What went wrong on this rank, or "". Where one rank cannot write its part, all of them go on to the end of the
-// collectives that collect the others' parts.
+// What went wrong on this rank, or "": rank 0 knows then which checkpoint is the newest. Where one rank cannot write
+// its part, all of them go on to the end of the collectives that collect the others' parts.
 std::string write_checkpoint(Trainer& t, int64_t step) {
     std::string fault;
     const auto attempt = [&](const std::function<void()>& write) {
@@ -347,6 +347,7 @@ std::string write_checkpoint(Trainer& t, int64_t step) {
             for (const auto& [name, bytes] : t.model_files.files) write_text_file(folder + "/" + name, bytes);
             write_state(folder, state_after(t, step));
             const std::string left = writer->commit(static_cast<int>(t.options.keep), t.best ? t.best->step : 0);
+            t.options.checkpoint = std::filesystem::path(folder).replace_extension().string();  // without ".tmp"
             if (!left.empty()) end_progress_line(), std::fprintf(stderr, "train_gpt: %s\n", left.c_str());
         });
     return fault;
@@ -361,7 +362,6 @@ void save_checkpoint(Trainer& t, int64_t step, bool last) {
     const std::string before = newest;
     t.world.patiently([&] {
         fault = write_checkpoint(t, step);
-        if (t.world.rank == 0 && fault.empty()) newest = *latest_checkpoint(t.options.out);
         newest = broadcast_text(t.world, newest);
     });
     // Not saved: the next save would remove the best one that there is, for one that there is not.
