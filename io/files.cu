@@ -30,6 +30,15 @@ constexpr size_t buffer_bytes = 1 << 20;  // a system call costs about 1 us, so 
 
 std::string reason(int error) { return std::strerror(error); }
 
+// The reason why something cannot be written, and what helps against it.
+std::string reason_to_write(int error) {
+    const bool full = error == ENOSPC || error == EDQUOT || error == EFBIG;
+    const bool place = error == ENOENT || error == ENOTDIR || error == EACCES || error == EPERM || error == EROFS;
+    return concat(reason(error), full    ? "; free some space or choose a folder on another disk"
+                                 : place ? "; choose a folder that exists and can be written to"
+                                         : "");
+}
+
 std::string folder_of(const std::string& path) {
     std::string folder = std::filesystem::path(path).parent_path().string();
     return folder.empty() ? "." : folder;
@@ -78,11 +87,7 @@ void write_all(int fd, const void* data, size_t bytes, const std::string& path) 
     while (left_bytes > 0) {
         const ssize_t written_bytes = ::write(fd, next, left_bytes);
         if (written_bytes < 0 && errno == EINTR) continue;  // Ctrl-C ends the step, not the file
-        if (written_bytes < 0) {
-            const bool full = errno == ENOSPC || errno == EDQUOT || errno == EFBIG;
-            fail("cannot write ", left_bytes, " more bytes to ", path, ": ", reason(errno),
-                 full ? "; free some space or choose a folder on another disk" : "");
-        }
+        if (written_bytes < 0) fail("cannot write ", left_bytes, " more bytes to ", path, ": ", reason_to_write(errno));
         next += written_bytes;
         left_bytes -= static_cast<size_t>(written_bytes);
     }
@@ -98,8 +103,7 @@ AtomicFile::AtomicFile(const std::string& path) : path_(path), temporary_(path +
     }
     do fd_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC, 0666);
     while (fd_ < 0 && errno == EINTR);
-    check(fd_ >= 0, "cannot create ", temporary_, ": ", reason(errno),
-          "; choose a folder that exists and can be written to");
+    check(fd_ >= 0, "cannot create ", temporary_, ": ", reason_to_write(errno));
 }
 
 AtomicFile::~AtomicFile() {
@@ -143,8 +147,7 @@ void AtomicFile::commit() {
     do status = ::fsync(fd_);
     while (status != 0 && errno == EINTR);
     // File systems that allocate late report a full disk only here.
-    check(status == 0, "cannot write ", path_, " to the disk: ", reason(errno),
-          "; free some space or choose another disk");
+    check(status == 0, "cannot write ", path_, " to the disk: ", reason_to_write(errno));
     const int closed = ::close(std::exchange(fd_, -1));
     if (closed != 0 || ::rename(temporary_.c_str(), path_.c_str()) != 0) {
         const int error = errno;
@@ -189,7 +192,7 @@ void make_folder(const std::string& path) {
         check(none.value() != 0, "cannot make the folder ", path, ": ", part.string(), " is a link to ", meant.string(),
               ", which is not there: make that first, or remove the link");
     }
-    check(!error, "cannot make the folder ", path, ": ", error.message());
+    check(!error, "cannot make the folder ", path, ": ", reason_to_write(error.value()));
     const int status = ::faccessat(AT_FDCWD, path.c_str(), W_OK | X_OK, AT_EACCESS);
     check(status == 0, "cannot write to the folder ", path, ": ", reason(errno),
           "; choose another one or change its permissions");

@@ -117,6 +117,7 @@ TEST_CASE("AtomicFile refuses folders, devices and missing or read-only folders"
     CHECK(one_line_with(error_of([&] { AtomicFile file(""); }), "without a name"));
     CHECK(one_line_with(error_of([&] { AtomicFile file("/dev/null"); }), "/dev/null", "not a regular file"));
     CHECK(one_line_with(error_of([&] { AtomicFile file(folder / "no/file"); }), "No such file", "choose a folder"));
+    CHECK(error_of([&] { AtomicFile file(folder / std::string(300, 'x')); }).ends_with(": File name too long"));
     REQUIRE(::chmod(folder.path.c_str(), 0555) == 0);
     {
         NotRoot nobody;
