@@ -22,6 +22,7 @@
 #include <cstdlib>
 #include <map>
 #include <memory>
+#include <new>
 #include <numeric>
 #include <vector>
 
@@ -606,6 +607,7 @@ void launch_kernel(Launch launch, const BlockProgram& program, size_t kernel_byt
     if (runs_at_once(launch.stream)) return run_grid(launch, program);
     const size_t bytes = (kernel_bytes + kKernelAlignment - 1) / kKernelAlignment * kKernelAlignment;
     const std::shared_ptr<void> kernel(std::aligned_alloc(kKernelAlignment, bytes), std::free);
+    if (!kernel) throw std::bad_alloc();
     std::memcpy(kernel.get(), program.kernel, kernel_bytes);
     const auto run = [=] { run_grid(launch, {kernel.get(), program.run_threads, program.enter_block}); };
     enqueue(launch.stream, run, strict ? kernel_footprint(launch, arguments) : Footprint{});
