@@ -9,15 +9,18 @@
 //     overlap   gradients are reduced on a stream of their own while the next are computed, as data parallelism does;
 //               overlap-early and overlap-late leave out one of the two event waits: strict mode reports a race
 //     two-streams  one communicator is called on two streams in turns
-//     two-streams  one communicator is called on two streams in turns
 #include "comm_check.h"
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 
 namespace {
+
+const char* const kModes[] = {"check", "throw",   "exit",          "hang",         "sizes",      "roots",
+                              "work",  "overlap", "overlap-early", "overlap-late", "two-streams"};
 
 void endless(Comm& world, const std::string& mode) {
     const cudaStream_t stream = device().stream;
@@ -120,6 +123,7 @@ void run(int argc, char** argv) {
         else if (argument == "--trace") options.trace = "0", options.trace_folder = value();
         else mode = argument;
     }
+    check(std::ranges::count(kModes, mode) > 0, "'", mode, "' is no mode: test/comm_check.cu lists them");
     run_ranks(options, [&](Comm& world) {
         if (mode.rfind("overlap", 0) == 0) {
             overlap(world, mode != "overlap-early", mode != "overlap-late");

@@ -574,6 +574,14 @@ TEST_CASE("a thread that cannot be started is one clear line", "[comm][program]"
     CHECK_THAT(run.err, ContainsSubstring(": cannot start a thread: ") && ContainsSubstring("fewer --ranks"));
 }
 
+TEST_CASE("comm_check ends where it is told nothing to do", "[comm][program]") {
+    for (const char* mode : {"", "--help"}) {
+        const Outcome run = run_program("comm_check", mode, "exec timeout 10");
+        CHECK(run.status == 2);
+        CHECK(run.err == concat("comm_check: '", mode, "' is no mode: test/comm_check.cu lists them\n"));
+    }
+}
+
 TEST_CASE("by NCCL a rank that fails ends the job at once, with its reason", "[comm][program][nccl]") {
     const Outcome run = run_program("comm_check", "--ranks 3 --comm nccl --timeout 5 throw", "env CUDA_CPU_STRICT=1");
     CHECK(run.status == 2);
