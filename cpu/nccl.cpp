@@ -409,7 +409,9 @@ ncclResult_t put_on_stream(const std::vector<Asked>& calls) {
     cudaError_t error = cuda_cpu::enqueue(stream, begin, footprint);
     if (error == cudaSuccess)
         error = cuda_cpu::enqueue_when(stream, are_over, [member] { --member->under_way; }, {footprint.name});
-    return error == cudaSuccess ? ncclSuccess : refuse(ncclUnhandledCudaError, cudaGetErrorString(error));
+    if (error == cudaSuccess) return ncclSuccess;
+    --member->under_way;  // it is not on the stream
+    return refuse(ncclUnhandledCudaError, cudaGetErrorString(error));
 }
 
 ncclResult_t launch(std::vector<Asked> calls) {

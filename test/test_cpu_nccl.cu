@@ -187,6 +187,16 @@ TEST_CASE("what NCCL refuses", "[cpu][nccl]") {
         check(ncclAllReduce(data, data, 1, static_cast<ncclDataType_t>(8), ncclSum, its.comm, its.stream) ==
                   ncclInvalidArgument,
               "double");
+        // A stream that is captured. What was not put there is not under way: a split is right.
+        cudaCheck(cudaStreamBeginCapture(its.stream, cudaStreamCaptureModeRelaxed));
+        check(ncclAllReduce(data, data, 1, ncclFloat32, ncclSum, its.comm, its.stream) == ncclUnhandledCudaError,
+              "in a graph");
+        cudaGraph_t graph;
+        check(cudaStreamEndCapture(its.stream, &graph) != cudaSuccess, "the capture");
+        cudaGetLastError();
+        ncclComm_t part;
+        must(ncclCommSplit(its.comm, 0, 0, &part, nullptr));
+        must(ncclCommDestroy(part));
         cudaCheck(cudaFree(data));
         must(ncclCommDestroy(its.comm));
     });
