@@ -142,7 +142,8 @@ void loop(Run& run) {
         if (after_a_step || !run.only_trains) run.step_traffic = took.traffic;
         run.only_trains |= after_a_step;
         stop = result.stop || step == o.stop_after;
-        if (step == o.last_step()) run.comm_time = t.data_parallel.read_clock();
+        if (step == o.last_step())
+            run.comm_time = result.share ? result.share->collectives : t.data_parallel.read_clock();
         LogRow row = make_row(t, step, result, took.seconds, run.matmul_rate);
         const bool evaluates = run.data.val && evaluates_after(o, step);
         if (evaluates) row.val_loss = evaluate(t, *run.data.val, o.val_sequences);

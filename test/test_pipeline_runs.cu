@@ -197,6 +197,18 @@ TEST_CASE("pipelines in 8 and 16 bits, with recomputation, masks and every kind 
     }
 }
 
+TEST_CASE("the account has the collectives of pipelines whose ranks are several steps ahead",
+          "[program][ranks][pipeline]") {
+    PipelineRuns runs;
+    for (const std::string schedule : {"1f1b", "zb-h2", "2bw"}) {
+        const Outcome its = runs.outcome(
+            "long-llama", on_pipeline(2, schedule, 2) + "--micro-batches 3 --clip 0 --steps 3 --val-every 0",
+            runs.folder / schedule);
+        INFO(schedule << "\n" << its.err);
+        CHECK_THAT(its.out, ContainsSubstring("  collectives took "));
+    }
+}
+
 TEST_CASE("pipelines beside ranks that divide batches, sequences and layers have the bits of those ranks",
           "[program][ranks][pipeline]") {
     struct Case {

@@ -119,10 +119,13 @@ void Pipeline::run_next_steps(const BatchReader& data, int64_t step) {
         failure_ = std::current_exception();
     }
     const Traffic after = ranks_.traffic();
+    const CommTime collectives = failure_ ? CommTime{} : t_.data_parallel.read_clock();
     const int64_t n_made = std::ssize(results_);
+    const double n_steps = static_cast<double>(n_made);
     for (StepResult& result : results_)
-        result.share = {(seconds_now() - start) / static_cast<double>(n_made),
-                        {(after.sent - before.sent) / n_made, (after.received - before.received) / n_made}};
+        result.share = {(seconds_now() - start) / n_steps,
+                        {(after.sent - before.sent) / n_made, (after.received - before.received) / n_made},
+                        {collectives.total / n_steps, collectives.exposed / n_steps}};
 }
 
 StepResult Pipeline::step(const BatchReader& data, int64_t step) {

@@ -322,6 +322,7 @@ struct StepResult {
     struct Share {
         double seconds;
         Traffic traffic;
+        CommTime collectives = {};  // not with --run-ahead, which has one rank
     };
     std::optional<Share> share = {};
     std::optional<double> loss_scale = {};  // after this step, where later ones have been made, too
