@@ -67,6 +67,9 @@ const std::vector<Mistyped> kMistyped = {
     {"--seed -1", {"--seed must not be negative"}},
     {"--beta1 0.999999999", {"--beta1: in float32 it is 1, and it must lie in [0, 1)"}},
     {"--eps 1e-50", {"--eps: in float32 it is 0, and it must be a number above 0"}},
+    {"--lr 1e39", {"--lr: in float32 it is inf, and it must be a number >= 0"}},
+    {"--lr=-1", {"the learning rate is -1: it must be a number >= 0"}},
+    {"--clip 1e39", {"--clip 1e+39: it must be 0, for no clipping, or a float32 number above 0"}},
     {"--weight-decay 1e39", {"--weight-decay: in float32 it is inf, and it must be a number >= 0"}},
     {"--ranks 3e9", {"--ranks 3e9 is too large: the largest is 2147483647"}},
     // Names

@@ -140,8 +140,10 @@ void check_options(const TrainOptions& o) {
           "--dp-mode naive keeps all states with rank 0: leave --zero away");
     check(o.data_parallel.bucket_mib > 0, "--bucket-mib must be positive");
     check(o.seed >= 0, "--seed must not be negative");
-    check(o.clip == 0 || static_cast<float>(o.clip) > 0, "--clip ", o.clip,
+    const float clip = static_cast<float>(o.clip), lr = static_cast<float>(o.schedule.peak);
+    check(o.clip == 0 || (clip > 0 && std::isfinite(clip)), "--clip ", o.clip,
           ": it must be 0, for no clipping, or a float32 number above 0");
+    check(std::isfinite(lr), "--lr: in float32 it is ", lr, ", and it must be a number >= 0");
     const OptimizerOptions& h = o.optimizer_options;
     for (const auto& [flag, value] : {std::pair("--beta1", h.beta1), {"--beta2", h.beta2}, {"--momentum", h.momentum}})
         check(value >= 0 && value < 1, flag, ": in float32 it is ", value, ", and it must lie in [0, 1)");
