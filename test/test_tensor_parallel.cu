@@ -389,6 +389,10 @@ TEST_CASE("--tp refuses in one line what it cannot divide", "[program][ranks][te
         {"gpt2", "--ranks 2 --tensor-parallel-size 2", "did you mean --tp?"}};
     for (const auto& each : wrong)
         if (can_train(each[1])) check_refused(runs, each);
+    // Under mpirun --ranks would be the next error.
+    if (!have_mpirun()) return;
+    const Outcome one = run_program("train_gpt", "--tp 2", mpirun_command(1));
+    CHECK_THAT(one.err, ContainsSubstring("start a multiple of them (mpirun -np 2)"));
 }
 
 TEST_CASE("--plan tells what one rank of many holds, without them", "[program][ranks][tensor_parallel]") {

@@ -117,12 +117,15 @@ void check_options(const TrainOptions& o) {
     check(o.tp >= 1, "--tp must be at least 1");
     check(o.cp >= 1, "--cp must be at least 1");
     check(o.pp >= 1, "--pp must be at least 1");
+    check(o.plan_parameters == 0 || (o.tp == 1 && o.pp == 1),
+          "--params with --tp or --pp: what a rank has depends on the model's layers: give --model in its place");
     const int64_t group = o.tp * o.cp * o.pp;
     std::string flags;
     for (const auto& [flag, size] : {std::pair("--tp", o.tp), {"--cp", o.cp}, {"--pp", o.pp}})
         if (size > 1) flags += concat(flags.empty() ? "" : " ", flag, " ", size);
     check(rank_count(o.ranks) % group == 0, flags, ": the ", rank_count(o.ranks),
-          " ranks cannot be divided into groups of ", group, ": start a multiple of them (--ranks ", group, ")");
+          " ranks cannot be divided into groups of ", group, ": start a multiple of them (",
+          started_by_mpirun() ? "mpirun -np " : "--ranks ", group, ")");
     make_zigzag(o.seq, narrow(o.cp, "--cp"));  // Error where the sequence cannot be divided
     const int64_t n_ranks = o.data_ranks();
     check(o.batch % n_ranks == 0, "--batch ", o.batch, " cannot be divided among ", n_ranks,
@@ -161,8 +164,6 @@ void check_options(const TrainOptions& o) {
           "--val-sequences must be positive");
     check(o.plan_parameters >= 0 && (o.plan_parameters == 0 || o.plan),
           "--params N belongs to --plan, and must be positive");
-    check(o.plan_parameters == 0 || (o.tp == 1 && o.pp == 1),
-          "--params with --tp or --pp: what a rank has depends on the model's layers: give --model instead");
     check(!o.resume || !o.out.empty(), "--resume needs --out DIR, the folder of the run to continue");
     check(!o.new_data || o.resume, "--new-data belongs to --resume: a new run takes any data");
     check_schedule(o.schedule);
