@@ -5,6 +5,7 @@
 #include "io/io.h"
 
 #include <glob.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <cmath>
@@ -203,12 +204,23 @@ TokenShard parse_token_shard(const unsigned char* data, size_t bytes, const std:
     return shard;
 }
 
+namespace {
+
+struct stat status_of(const std::string& path) {
+    struct stat status {};
+    if (::stat(path.c_str(), &status) != 0) status = {};  // gone
+    return status;
+}
+
+}  // namespace
+
 struct TokenSource::Impl {
     struct Piece {
         TokenShard shard;
         int64_t first;  // its first token in the row of all
     };
     std::vector<MappedFile> files;
+    std::vector<ino_t> inodes;  // of these
     std::vector<uint16_t> narrow_text;
     std::vector<uint32_t> wide_text;
     std::vector<Piece> pieces;
@@ -224,6 +236,7 @@ struct TokenSource::Impl {
     }
     template <class F>
     void visit(int64_t first, int64_t count, F&& f) const;
+    void check_whole(int64_t first, int64_t count) const;
     void add_shards(const Files& found, const std::string& path, int32_t document_token);
     void add_text(const Files& found, const std::string& path, const Tokenizer& tokenizer);
 };
@@ -242,12 +255,28 @@ void TokenSource::Impl::visit(int64_t first, int64_t count, F&& f) const {
     }
 }
 
+// Error if a shard with these tokens has been shortened since it was opened: up to the end of the last page that it
+// still has, zeros are read, and not the SIGBUS of those behind it. A path with another file by now is no matter.
+void TokenSource::Impl::check_whole(int64_t first, int64_t count) const {
+    if (!is_shards) return;
+    const auto begin = std::prev(std::upper_bound(file_starts.begin(), file_starts.end(), first));
+    for (auto i = static_cast<size_t>(begin - file_starts.begin()); i < files.size(); ++i) {
+        if (file_starts[i] >= first + count) return;
+        const MappedFile& file = files[i];
+        const struct stat now = status_of(file.path());
+        check(now.st_ino != inodes[i] || now.st_size >= static_cast<off_t>(file.bytes()), file.path(),
+              " has been shortened by another program while it was being read, from ", file.bytes(), " bytes to ",
+              now.st_size);
+    }
+}
+
 void TokenSource::Impl::add_shards(const Files& found, const std::string& path, int32_t document_token) {
     is_shards = true;
     for (const std::string& p : found.paths) {
         const MappedFile& file = files.emplace_back(p);
         file_starts.push_back(n);
         file_names.push_back(p);
+        inodes.push_back(status_of(p).st_ino);
         TokenShard shard = parse_token_shard(file.data(), file.bytes(), p);
         if (document_token >= 0) shard.document_token = document_token;
         add(shard);
@@ -331,6 +360,7 @@ void TokenSource::read(int64_t first, int64_t count, int32_t* out) const {
     impl_->visit(first_ + first, count, [&](const TokenShard& shard, int64_t begin, int64_t n) {
         for_each_token(shard, begin, n, [&](int32_t token) { *out++ = token; });
     });
+    impl_->check_whole(first_ + first, count);
 }
 
 std::vector<int64_t> TokenSource::document_starts(int64_t first, int64_t count) const {
@@ -375,6 +405,7 @@ TokenSource::Summary TokenSource::summary() const {
             ::checksum(s.shard.tokens + s.first * s.shard.token_bytes, static_cast<size_t>(s.n * s.shard.token_bytes));
         for_each_token(s.shard, s.first, s.n, [&](int32_t token) { s.max_token = std::max(s.max_token, token); });
     }
+    impl_->check_whole(first_, n_);
     Summary summary;
     std::vector<uint64_t> checksums;
     for (const Share& s : shares) {

@@ -326,6 +326,23 @@ TEST_CASE("the order is well shuffled") {
     CHECK(std::abs(distance / static_cast<double>(n) - 1.0 / 3) < 0.03);
 }
 
+TEST_CASE("a shard that is shortened within a page is an error, and no zeros") {
+    const TempFolder folder;
+    const std::string first = folder / "a.bin", second = folder / "b.bin";
+    for (const std::string& path : {first, second}) spit(path, shard_bytes(std::vector<uint16_t>(50, 7)));
+    const TokenSource source = open(folder.path);
+    std::vector<int32_t> tokens(50);
+    // Another file in its place is no matter: what was opened is still there.
+    std::filesystem::rename(first, folder / "moved");
+    spit(first, "");
+    std::filesystem::resize_file(second, 1024 + 60);
+    source.read(0, 50, tokens.data());
+    CHECK(tokens == std::vector<int32_t>(50, 7));
+    const std::string words = "has been shortened by another program while it was being read, from 1124 bytes to 1084";
+    CHECK(one_line_with(error_of([&] { source.read(1, 50, tokens.data()); }), second + " " + words));
+    CHECK(one_line_with(error_of([&] { source.summary(); }), second + " " + words));
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Documents
 
