@@ -106,7 +106,7 @@ TextRequest read_request(const Json::Value& line, const LoadedModel& model, cons
 
 std::ifstream open_requests(const std::string& path, const std::string& out) {
     check(!is_folder(path), "--batch ", path, ": it is a folder, a file is needed");
-    std::ifstream file(path);
+    std::ifstream file(path, std::ios::binary);  // otherwise in_avail() does not look behind its buffer
     check(file.good(), "--batch ", path, ": cannot be read: ", std::strerror(errno));
     std::error_code ignored;
     check(!std::filesystem::equivalent(path, out, ignored), "--out ", out,
@@ -173,7 +173,7 @@ class BatchRun {
     BatchCount run() {
         files_.begun = true;
         std::string text;
-        for (int64_t number = 1; std::getline(files_.in, text); ++number) {
+        for (int64_t number = 1; next_line(text); ++number) {
             if (text.find_first_not_of(" \t\r") == std::string::npos) continue;
             submit(text, number);
             // Enough wait that a step is always full; the rest of the file need not be in memory.
@@ -187,6 +187,13 @@ class BatchRun {
     }
 
   private:
+    // As long as a pipe has no further request, those that have come are answered: who writes them may wait for that.
+    bool next_line(std::string& text) {
+        while (files_.in.rdbuf()->in_avail() <= 0 && step()) {
+        }
+        return static_cast<bool>(std::getline(files_.in, text));
+    }
+
     bool step() {
         const bool did = requests_.step();
         const double now = seconds_now();

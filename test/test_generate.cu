@@ -321,6 +321,20 @@ TEST_CASE("a program that holds a conversation has the whole of an answer before
     CHECK(chat.out.ends_with(")\nxx\nstatus 0\n"));
 }
 
+TEST_CASE("who writes a batch's requests into a pipe has each answer before the next request", "[generate][program]") {
+    const TempFolder folder;
+    const Outcome batch = run_shell(
+        concat("export OMP_NUM_THREADS=1; cd ", folder.path, "; mkfifo in out; exec 3<>in 4<>out; ",
+               program_path("generate"), " --model ", trained_run(), " --batch in --out out > told 3>&- 4>&- & ",
+               "for id in 7 8 9; do printf '{\"id\": %d, \"prompt\": ' $id >&3; sleep 0.05; ",
+               "echo '\"a\", \"tokens\": 2}' >&3; timeout 10 head -n 1 <&4; done; exec 3>&-; wait $!; echo status $?"));
+    INFO(batch.out << batch.err);
+    std::istringstream lines(batch.out);
+    std::string line;
+    for (const int id : {7, 8, 9}) CHECK((std::getline(lines, line) && line.starts_with(concat("{\"id\":", id, ","))));
+    CHECK((std::getline(lines, line) && line == "status 0"));
+}
+
 // Requests come through a pipe, the second after more than the 120 s that ranks of a training wait for each other. Of
 // these seconds a program has 500 in one, by a clock of its own.
 TEST_CASE("ranks that divide a model wait for requests as long as it takes", "[generate][program]") {
