@@ -297,13 +297,15 @@ TEST_CASE("generate holds a conversation, plans, and tells a perplexity", "[gene
 // Its output is a pipe that is full, as a terminal is after Ctrl-S, so that each Ctrl-C comes while it writes.
 TEST_CASE("Ctrl-C while the terminal takes nothing ends no conversation", "[generate][program]") {
     const TempFolder folder;
-    const Outcome chat = run_shell(
-        concat("export OMP_NUM_THREADS=1; cd ", folder.path, "; mkfifo in out; exec 3<>in 4<>out; ",
-               "dd if=/dev/zero of=out bs=4096 count=4096 oflag=nonblock 2> full; ", program_path("generate"),
-               " --model ", trained_run(), " --chat --tokens 2 < in > out 2> err 3>&- 4>&- & pid=$!; ",
-               "for i in $(seq 500); do grep -q 'SigCgt.*[2367abef]$' /proc/$pid/status && break; sleep 0.02; done; ",
-               "for i in 1 2 3 4 5; do kill -INT $pid; sleep 0.02; done; ",
-               "echo Hello >&3; exec 5<out 3>&- 4>&-; tr -d '\\0' <&5; wait $pid; echo status $?"));
+    const Outcome chat =
+        run_shell(concat("export OMP_NUM_THREADS=1; cd ", folder.path, "; mkfifo in out; exec 3<>in 4<>out; ",
+                         "dd if=/dev/zero of=out bs=4096 count=4096 oflag=nonblock 2> full; ", program_path("generate"),
+                         " --model ", trained_run(), " --chat --tokens 2 < in > out 2> err 3>&- 4>&- & pid=$!; ",
+                         // The shell, which this process is at first, catches Ctrl-C, too.
+                         "for i in $(seq 500); do [ \"$(cat /proc/$pid/comm)\" = generate ] && ",
+                         "grep -q 'SigCgt.*[2367abef]$' /proc/$pid/status && break; sleep 0.02; done; ",
+                         "for i in 1 2 3 4 5; do kill -INT $pid; sleep 0.02; done; ",
+                         "echo Hello >&3; exec 5<out 3>&- 4>&-; tr -d '\\0' <&5; wait $pid; echo status $?"));
     INFO(chat.out << chat.err << slurp(folder / "err"));
     CHECK_THAT(chat.out, ContainsSubstring("(Ctrl-D ends the conversation)") && ContainsSubstring("status 0"));
     CHECK(slurp(folder / "err").empty());
