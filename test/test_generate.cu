@@ -399,6 +399,7 @@ TEST_CASE("generate refuses in one line what cannot be", "[generate][program]") 
         {"--prompt a --tp 2 --graphs on", "--graphs on cannot be combined with --tp"},
         {"--prompt a --beams 2 --lookup 2", "--lookup proposes tokens that are drawn next"},
         {"--prompt a --tp 5", "--tp 5"},
+        {"--prompt a --tp 9223372036854775807", "--tp 9223372036854775807: it must be from 1 to 1024"},
         {"--prompt a --graphs maybe", "--graphs maybe: use on, off or auto"},
         {"--prompt a --draft " + trained_run() + " --draft-tokens 0", "--draft-tokens 0: it must be at least 1"},
         {"--prompt a --draft-tokens 3", "--draft-tokens 3: it must be at least 1, and is for --draft"},

@@ -108,15 +108,21 @@ void choose_compression(TrainOptions& o, const std::string& name) {
           " compresses float32 gradients: add --grad-dtype fp32");
 }
 
+// Before they are multiplied with each other.
+void check_axes(const TrainOptions& o) {
+    constexpr int64_t kMostRanks = 1 << 16;  // of a plan (check_rank_options)
+    for (const auto& [flag, n] : {std::pair("--tp", o.tp), {"--cp", o.cp}, {"--pp", o.pp}})
+        check(n >= 1, flag, " must be at least 1");
+    for (const auto& [flag, n] : {std::pair("--tp", o.tp), {"--cp", o.cp}, {"--pp", o.pp}, {"--tp-depth", o.tp_depth}})
+        check(n <= kMostRanks, flag, " ", n, ": at most ", kMostRanks, " ranks can be planned");
+}
+
 void check_options(const TrainOptions& o) {
     check(o.batch > 0 && o.seq > 0 && o.steps > 0, "--batch, --seq and --steps must be positive");
     check(o.batch <= (int64_t{1} << 40) / o.seq, "--batch ", o.batch, " sequences of --seq ", o.seq,
           " tokens: a step can have at most 2^40 tokens");
     check(o.micro_batch >= 0, "--micro-batch must not be negative");
     check_rank_options(o.ranks);
-    check(o.tp >= 1, "--tp must be at least 1");
-    check(o.cp >= 1, "--cp must be at least 1");
-    check(o.pp >= 1, "--pp must be at least 1");
     check(o.plan_parameters == 0 || (o.tp == 1 && o.pp == 1),
           "--params with --tp or --pp: what a rank has depends on the model's layers: give --model in its place");
     const int64_t group = o.tp * o.cp * o.pp;
@@ -252,10 +258,10 @@ void check_effects(const TrainOptions& o, const TypedFlags& typed) {
 }  // namespace
 
 void settle_options(TrainOptions& o, const TypedFlags& typed) {
-    // A plan of states alone does not depend on the batch: any batch that the ranks can share will do.
     if (o.draw) return settle_drawing(o, typed);
-    if (const int64_t n = o.tp >= 1 && o.cp >= 1 && o.pp >= 1 ? std::max<int64_t>(1, o.data_ranks()) : 1;
-        o.plan_parameters > 0 && o.batch % n != 0)
+    check_axes(o);
+    // A plan of states alone does not depend on the batch: any batch that the ranks can share will do.
+    if (const int64_t n = std::max<int64_t>(1, o.data_ranks()); o.plan_parameters > 0 && o.batch % n != 0)
         o.batch = n, o.micro_batch = 0;
     if (!o.init.empty() && !o.resume) o.init = find_model_folder("--init", o.init);
     choose_optimizer(o, typed);
