@@ -149,6 +149,19 @@ constexpr const char* kDrawing[] = {"--temperature",
                                     "--logprobs",
                                     "--stop"};
 
+constexpr const char* kOfServer[] = {"--host",     "--port",           "--api-key",        "--max-waiting",
+                                     "--max-body", "--client-timeout", "--request-timeout"};
+
+// A flag that does nothing would be believed to do something.
+void check_effects(const GenerateOptions& o, const CommandLine& line) {
+    for (const char* flag : kOfServer) check(o.serve || o.plan || !line.given(flag), flag, " is for --serve");
+    std::vector<std::string> of_answers = {"--tokens", "--samples", "--beams", "--ignore-eos"};
+    of_answers.insert(of_answers.end(), std::begin(kDrawing), std::end(kDrawing));
+    for (const std::string& flag : of_answers)
+        check(o.eval.empty() || !line.given(flag), flag,
+              " is for answers, and --eval has none: leave one of them away");
+}
+
 // What answers a request has, and what is told of them.
 void check_answers(const GenerateOptions& o, const CommandLine& line) {
     const SamplingOptions& sampling = o.sampling;
@@ -256,7 +269,7 @@ GenerateOptions parse_generate_options(int argc, char** argv) {
     add_engine_options(line, options, typed);
     add_server_options(line, options);
     line.parse({"generate", kSynonyms, "--prompt \"Once upon a time\""}, argc, argv,
-               [&] { settle(options, typed, line); });
+               [&] { settle(options, typed, line), check_effects(options, line); });
     return options;
 }
 
