@@ -337,7 +337,9 @@ inline LadderOptions parse_ladder_options(int argc, char** argv, const LadderInf
                   ": this ladder is not written for it");
             options.dtypes = {dtype};
         } else if (flag == "--size") {
-            std::istringstream text(value());
+            std::string numbers = value();
+            std::erase(numbers, ' ');  // "5 x 36", as the help writes it
+            std::istringstream text(numbers);
             for (std::string part; std::getline(text, part, 'x');) options.size.push_back(parse_count(flag, part));
             check(options.size.size() == info.cpu_size.size(), "--size: got ", options.size.size(),
                   " numbers, expected ", info.sizes);

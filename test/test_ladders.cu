@@ -47,7 +47,7 @@ TEST_CASE("a ladder's table has a row for every rung, or for the one that was as
     CHECK(all.status == 0);
     CHECK(rows(all.out) == 6);
     CHECK_THAT(all.out, ContainsSubstring("| 6 | product |"));
-    const Outcome one = run_program("dev/softmax", "--size 5x36 --rung 4");
+    const Outcome one = run_program("dev/softmax", "--size '5 x 36' --rung 4");
     INFO(one.out << one.err);
     CHECK(one.status == 0);
     CHECK(rows(one.out) == 1);
