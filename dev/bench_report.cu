@@ -18,6 +18,7 @@
 //   step    <model> <batch> <seq> <dtype>                  of the run in trace.tsv
 //
 // "ours" is this project; every other name is an opponent. A ratio says how many times faster ours is.
+#include "dev/arguments.h"
 #include "io/io.h"
 #include "llm.h"
 
@@ -574,7 +575,7 @@ void write_tokens(const std::string& model, const std::string& path, int64_t n) 
 void run(const std::vector<std::string>& arguments) {
     const auto is = [&](const char* command, size_t n) { return arguments.size() == n + 1 && arguments[0] == command; };
     if (is("config", 1)) std::printf("%s\n", config_to_json(load_config(arguments[1])).c_str());
-    else if (is("tokens", 3)) write_tokens(arguments[1], arguments[2], integer(arguments[3]));
+    else if (is("tokens", 3)) write_tokens(arguments[1], arguments[2], parse_count("COUNT", arguments[3]));
     else if (is("results", 1)) results(arguments[1]);
     else if (is("profile", 1)) profile(arguments[1]);
     else fail("usage: bench_report config MODEL | tokens MODEL FILE COUNT | results FOLDER | profile FOLDER");
