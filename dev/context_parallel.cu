@@ -266,6 +266,7 @@ Sizes parse(int argc, char** argv, std::string& path) {
         *at->second = parse_count(word, argv[++i]);
     }
     check(!path.empty(), "give a picture to write: context_parallel context.png");
+    const AtomicFile tried(path);  // before all is measured
     check(sizes.ranks <= 8, "--ranks ", sizes.ranks, ": at most 8 are drawn");
     const int64_t K = sizes.key_heads;
     check(sizes.heads % sizes.ranks == 0 && sizes.heads % K == 0 && (K % sizes.ranks == 0 || sizes.ranks % K == 0),

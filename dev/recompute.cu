@@ -217,7 +217,8 @@ int start(const std::vector<std::string>& arguments) {
     }
     check(!path.empty(), "give a picture to write: recompute recompute.png");
     const std::string folder = std::filesystem::absolute(path).parent_path().string();
-    check(is_folder(folder), path, ": there is no folder ", folder);  // before minutes of measuring
+    check(is_folder(folder), path, ": there is no folder ", folder);
+    { const AtomicFile tried(path); }  // before minutes of measuring
     check(sizes.width % 32 == 0, "--width ", sizes.width, ": heads have 32 columns, give a multiple of 32");
     run(path, sizes);
     check_output();

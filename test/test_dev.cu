@@ -89,6 +89,7 @@ TEST_CASE("recompute measures what it plans, and draws the law", "[program][dev]
     check_refused("recompute", "x.png --width 40", "multiple of 32");
     check_refused("recompute", "x.png --depth 4", "--depth");
     check_refused("recompute", "none/x.png", "there is no folder");
+    check_refused("recompute", "/tmp", "cannot write /tmp: it is a folder");
 }
 
 TEST_CASE("context_parallel shows balanced work, and draws the layout", "[program][dev]") {
@@ -113,6 +114,7 @@ TEST_CASE("context_parallel shows balanced work, and draws the layout", "[progra
     REQUIRE(run_program("dev/context_parallel", picture + " --ranks 8 --seq 16 --rounds 1").status == 0);
     CHECK(png_size(picture).first > 1080);
     check_refused("context_parallel", "", "give a picture");
+    check_refused("context_parallel", "/tmp", "cannot write /tmp: it is a folder");
     check_refused("context_parallel", "x.png --ranks 0", "--ranks 0: give a whole number of at least 1");
     check_refused("context_parallel", "x.png --ranks 9 --seq 18", "at most 8");
     check_refused("context_parallel", "x.png --ranks 2 --seq 10", "cannot be cut into the 4 equal chunks");
