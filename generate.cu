@@ -237,11 +237,11 @@ Ready get_ready(const GenerateOptions& options, const std::string& folder, const
         return ready;
     }
     Comm* const ranks = options.engine.ranks;
-    if (!options.pictures.empty()) make_folder(options.pictures);
     if (!ranks || ranks->rank == 0) {
         model.engine->start_reports(!options.pictures.empty());  // before a prompt is there
         ready.task = prepare(model, options);
     }
+    if (!options.pictures.empty()) make_folder(options.pictures);
     model.load();
     return ready;
 }

@@ -217,6 +217,8 @@ TEST_CASE("what cannot be used is told before the weights are read, and a file s
     refused(batch + folder.path, "it is a folder, a file is needed");
     refused(batch + "/proc/self/mem", "the answers that it has cannot be read: Input/output error");
     refused(batch + (folder / "no/out"), "No such file or directory; make its folder first");
+    refused("--prompt-ids 1,2 --max-length 2 --pictures " + (folder / "pictures"), "the prompt has 2 tokens");
+    CHECK_FALSE(std::filesystem::exists(folder / "pictures"));
     refused("--eval " + (folder / "no"), "No such file or directory; check the path");
     spit(folder / "empty", "");
     refused("--eval " + (folder / "empty"), "the text has 0 tokens, and at least 2 are needed");
