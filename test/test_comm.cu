@@ -248,6 +248,31 @@ TEST_CASE("a mesh: who is where, and with whom", "[comm]") {
                ContainsSubstring("no axis 'tp'"));
 }
 
+// Weights that two groups of ranks have, and the norm of all gradients, must have the same bits in both.
+TEST_CASE("two levels: groups along an axis add in one order, also where machines end in the middle of a group",
+          "[comm]") {
+    RankOptions options = threads(6);
+    options.ranks_per_node = GENERATE(range(1, 7));
+    CAPTURE(options.ranks_per_node);
+    std::vector<float> of_dp(6), of_tp(6);
+    run_ranks(options, [&](Comm& world) {
+        Mesh mesh(world, {{"dp", 3}, {"tp", 2}});
+        Mesh other(world, {{"dp", 2}, {"tp", 3}});
+        // 1 is lost beside 2^24, and two of them are not.
+        const auto sum_along = [&](Comm& comm) {
+            comm.algorithm = AllReduce::two_level;
+            comm_check::Buffer x(DType::f32, 1);
+            const comm_check::CommMemory memory(comm, 1);
+            comm_check::fill(x, {comm.rank == 0 ? 0x1p24f : 1.0f}, device().stream);
+            comm.all_reduce(x, device().stream);
+            return comm_check::read(x, device().stream)[0];
+        };
+        of_dp[static_cast<size_t>(world.rank)] = sum_along(mesh.comm("dp"));
+        of_tp[static_cast<size_t>(world.rank)] = sum_along(other.comm("tp"));
+    });
+    for (const std::vector<float>& sums : {of_dp, of_tp}) CHECK(sums == std::vector<float>(6, sums[0]));
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Errors
 

@@ -253,6 +253,23 @@ TEST_CASE("a run with --tp repeats bit for bit, also under strict mode", "[progr
     }
 }
 
+// A checkpoint has one copy of a weight that ranks of --tp all have: the run goes on with it if the copies are equal.
+TEST_CASE("a run of machines that end inside a group of --tp goes on with the same bits",
+          "[program][ranks][tensor_parallel]") {
+    if (is_full()) return;  // --ranks-per-node is for threads
+    Runs runs;
+    for (const std::string mesh :
+         {"--ranks 6 --tp 2 --ranks-per-node 3 ", "--ranks 6 --tp 3 --sp --ranks-per-node 4 "}) {
+        INFO(mesh);
+        const std::string flags = "--optimizer adamw --eps 1e-4 --all-reduce two-level " + mesh;
+        const std::string whole = runs.run("gpt2", flags), run = runs.run("gpt2", flags + "--stop-after 5 ");
+        REQUIRE(runs.outcome("gpt2", flags + "--resume ", run).status == 0);
+        CHECK(log_without_times(run) == log_without_times(whole));
+        CHECK((slurp(newest_checkpoint(run) + "/model.safetensors") ==
+               slurp(newest_checkpoint(whole) + "/model.safetensors")));
+    }
+}
+
 TEST_CASE("a checkpoint goes on with another --tp", "[program][ranks][tensor_parallel]") {
     Runs runs;
     // AdamW has two states a number; its epsilon is large enough that rounding stays small.

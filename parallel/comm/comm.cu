@@ -69,6 +69,7 @@ Comm::Comm(std::string its_name, std::shared_ptr<RankState> state, std::shared_p
     size = transport_->size();
     algorithm = all_reduce_from_name(state_->options.all_reduce);
     transport_->name = name;
+    for (const int member : transport_->members()) nodes_.push_back(state_->node[static_cast<size_t>(member)]);
     last_call_ = make_event();
     words_ = state_->words.take();
 }
@@ -79,7 +80,8 @@ Comm::~Comm() {
     cudaEventDestroy(last_call_);
 }
 
-std::unique_ptr<Comm> Comm::split(const std::vector<int>& members, const std::string& its_name) {
+std::unique_ptr<Comm> Comm::split(const std::vector<int>& members, const std::string& its_name,
+                                  const std::vector<int>& placed_like) {
     const std::set<int> different(members.begin(), members.end());
     check(different.size() == members.size() && different.count(rank) && *different.begin() >= 0 &&
               *different.rbegin() < size,
@@ -88,6 +90,8 @@ std::unique_ptr<Comm> Comm::split(const std::vector<int>& members, const std::st
     cudaCheck(cudaEventSynchronize(last_call_));  // NCCL may wait for ever to split while a call is under way
     auto part = std::make_unique<Comm>(its_name, state_, transport_->split(members));
     part->algorithm = algorithm;
+    const std::vector<int>& placed = placed_like.empty() ? members : placed_like;
+    for (size_t i = 0; i < placed.size(); ++i) part->nodes_[i] = node_of(placed[i]);
     return part;
 }
 
@@ -119,9 +123,7 @@ void Comm::trace_computing(const std::string& what, cudaStream_t stream) {
         },
         new Note{state_, what, state_->step}));
 }
-int Comm::node_of(int member) const {
-    return state_->node[static_cast<size_t>(transport_->members()[static_cast<size_t>(member)])];
-}
+int Comm::node_of(int member) const { return nodes_[static_cast<size_t>(member)]; }
 
 int Comm::sharers_of_device() const { return state_->sharers; }
 

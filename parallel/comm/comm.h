@@ -126,8 +126,10 @@ class Comm {
     bool is_plan() const;
 
     // A communicator of some of the ranks, in this order; `members` are ranks of this one, and this rank is among them.
-    // Collective: every rank calls it at the same time, each with the group that it will be in.
-    std::unique_ptr<Comm> split(const std::vector<int>& members, const std::string& name);
+    // Collective: every rank calls it at the same time, each with the group that it will be in. `placed_like`, of as
+    // many ranks, are those whose machines node_of() gives for the members; none: their own.
+    std::unique_ptr<Comm> split(const std::vector<int>& members, const std::string& name,
+                                const std::vector<int>& placed_like = {});
 
     // The step that is going on: for traces and error messages, of this rank's communicators together.
     void set_step(int64_t step);
@@ -135,7 +137,8 @@ class Comm {
     void end_step();
     // For the trace: from here on the stream computes `what`; "": nothing.
     void trace_computing(const std::string& what, cudaStream_t stream);
-    // Rank of this communicator -> the machine that it runs on, counted from 0.
+    // Rank of this communicator -> the machine that it counts as a part of, from 0: along an axis of a mesh that of the
+    // first such group's rank (mesh.cu), otherwise the one that it runs on.
     int node_of(int member) const;
     // How many ranks, with this one, take memory from this rank's device: on a CPU all of its machine.
     int sharers_of_device() const;
@@ -181,7 +184,8 @@ class Comm {
         int64_t n_needed = 0;  // words that the counted calls need
     } scratch_[3];
     bool counting_ = false;
-    void* words_ = nullptr;  // host_words(), and two more for barrier()
+    std::vector<int> nodes_;  // of the members
+    void* words_ = nullptr;   // host_words(), and two more for barrier()
     cudaStream_t last_stream_ = nullptr;
     cudaEvent_t last_call_ = nullptr;
     int64_t n_calls_ = 0;

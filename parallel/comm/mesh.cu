@@ -51,6 +51,10 @@ std::vector<int> Mesh::indices_of(int rank) const {
 }
 
 // Of all ranks those that agree with this one on all other axes, in the order of their numbers.
+//
+// All such groups count as placed on machines like the first one, whose other coordinates are 0, also where machines
+// end in the middle of a group: then sums in two levels have one order in all of them. Weights that two groups have,
+// and the norm of all gradients, must have the same bits in both.
 std::unique_ptr<Comm> Mesh::make_comm(const std::vector<std::string>& along) {
     std::set<size_t> free;
     std::string name;
@@ -58,14 +62,18 @@ std::unique_ptr<Comm> Mesh::make_comm(const std::vector<std::string>& along) {
         free.insert(find(axis));
         name += (name.empty() ? "" : "+") + axis;
     }
-    std::vector<int> members;
+    std::vector<int> members, first;
     for (int rank = 0; rank < world_.size; ++rank) {
         const std::vector<int> other = indices_of(rank);
-        bool same = true;
-        for (size_t a = 0; a < axes_.size(); ++a) same = same && (free.count(a) || other[a] == indices_[a]);
+        bool same = true, in_first = true;
+        for (size_t a = 0; a < axes_.size(); ++a) {
+            same = same && (free.count(a) || other[a] == indices_[a]);
+            in_first = in_first && (free.count(a) || other[a] == 0);
+        }
         if (same) members.push_back(rank);
+        if (in_first) first.push_back(rank);
     }
-    return world_.split(members, name);
+    return world_.split(members, name, first);
 }
 
 // The last two axes of more than one rank are a table's rows and columns; the others count the tables.
