@@ -161,6 +161,11 @@ __global__ void __launch_bounds__(kWarp* kWarps)
 // ---------------------------------------------------------------------------------------------------------------------
 // Compressors
 
+// Without the rows that only pad the vocabulary: their gradients are 0 on every rank, and have to stay so.
+int64_t numbers_of(const Param& param) {
+    return param.value.n() / param.value.shape[0] * (param.value.shape[0] - param.padded_rows);
+}
+
 template <class Codec>
 class BlockCompressor : public Compressor {
   public:
@@ -331,10 +336,6 @@ std::vector<Param> params_of(const FlatParameters& p, size_t u) {
     for (const Param& param : p.params)
         if (p.unit_of(param) == u) params.push_back(param);
     return params;
-}
-
-int64_t numbers_of(const Param& param) {
-    return param.value.n() / param.value.shape[0] * (param.value.shape[0] - param.padded_rows);
 }
 
 void zero(const Tensor& tensor) {

@@ -6,8 +6,6 @@
 
 // compress.cu
 std::vector<Param> params_of(const FlatParameters& p, size_t unit);
-// Without the rows that only pad the vocabulary: their gradients are 0 on every rank, and have to stay so.
-int64_t numbers_of(const Param& param);
 void zero(const Tensor& tensor);  // waits
 
 // power_sgd.cu

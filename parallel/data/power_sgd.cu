@@ -15,6 +15,10 @@
 // Everything is linear in M, so the sum is that of the ranks' shares, and 4 r (R + C) bytes travel instead of 4 R C.
 // Vectors, and matrices too small to gain, travel as they are, in the first message.
 //
+// With --tp the rows that pad the vocabulary, which ranks have different numbers of, take part as rows of zeros: a
+// weight that these ranks all have then lies in the same place of their messages, on which the order of a sum may
+// depend.
+//
 // A column of P that the others already span (M has a lower rank, or is 0) would be rounding noise made long: it
 // becomes 0, and its column of Q starts again from random numbers.
 #include "core/kernel.cuh"
@@ -146,7 +150,7 @@ class PowerSgd : public Compressor {
         for (size_t u = 0; u < units_.size(); ++u) {
             UnitPlan& plan = units_[u];
             for (const Param& param : params_of(p, u)) {
-                const int64_t n = numbers_of(param), C = param.value.cols(), R = n / C;
+                const int64_t n = param.value.n(), C = param.value.cols(), R = n / C;
                 if (param.value.ndim != 2 || r_ * (R + C) >= n) {
                     plan.whole.push_back({param.offset, n, plan.first_n});
                     plan.first_n += n;
