@@ -382,7 +382,11 @@ TEST_CASE("the picture of a run that held no text out names no validation loss",
     write_png(folder / "expected.png", plot);
     {
         CsvLog log(folder / "log.csv", -1);
-        for (const int64_t step : {1, 2}) log.write({.step = step, .loss = step == 1 ? 3 : 2.5});
+        LogRow row;
+        row.step = 1, row.loss = 3;
+        log.write(row);
+        row.step = 2, row.loss = 2.5;
+        log.write(row);
     }
     draw_loss(folder.path);
     const bool same = slurp(folder / "loss.png") == slurp(folder / "expected.png");
