@@ -433,8 +433,8 @@ bool hopper_matmul_takes(const Product& p) {
     constexpr int64_t kMost = std::numeric_limits<int>::max() / 2;
     const auto whole = [](int64_t n) { return n > 0 && n % 8 == 0 && n < kMost; };  // rows of 16-byte chunks
     const bool half = p.a_dtype == DType::bf16 || p.a_dtype == DType::f16;
-    if (!has_wgmma() || p.batch_count != 1 || !half || p.b_dtype != p.a_dtype || !whole(p.K) || !whole(p.N) ||
-        p.M < 1 || p.M > kMost || (p.transpose_a && !whole(p.M)))
+    if (!has_wgmma() || p.batch_count != 1 || p.adds_other || !half || p.b_dtype != p.a_dtype || !whole(p.K) ||
+        !whole(p.N) || p.M < 1 || p.M > kMost || (p.transpose_a && !whole(p.M)))
         return false;
     const bool rounds = p.out_dtype == p.a_dtype;
     switch (p.epilogue) {

@@ -74,6 +74,7 @@ enum class MatmulScale { tensor, row128, block128 };
 struct MatmulOptions {
     bool transpose_a = false, transpose_b = false;
     float alpha = 1.0f, beta = 0.0f;
+    Tensor added = {};  // as out: beta times this is added, not beta out. Without bias, fp8 and what follows below
     Tensor bias = {};
     Tensor a_scale = {}, b_scale = {};  // fp8 only
     MatmulScale a_scale_mode = MatmulScale::tensor, b_scale_mode = MatmulScale::tensor;

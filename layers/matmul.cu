@@ -74,8 +74,8 @@ Epilogue epilogue_of(const Tensor& out, const MatmulOptions& options, int64_t M,
     const int asked = (options.before_gelu ? 1 : 0) + (options.gelu_input ? 1 : 0) + (options.a_row_sums ? 1 : 0) +
                       (options.delta ? 1 : 0);
     if (asked == 0) return options.bias ? Epilogue::bias : Epilogue::none;
-    check(asked == 1 && out.ndim == 2 && !options.a_scale && !options.b_scale,
-          "matmul: one of before_gelu, gelu_input, a_row_sums and delta at most, without batches and not of fp8 "
+    check(asked == 1 && out.ndim == 2 && !options.a_scale && !options.b_scale && !options.added,
+          "matmul: one of before_gelu, gelu_input, a_row_sums and delta at most, without batches, added and fp8 "
           "factors");
     if (options.delta) {
         check(options.beta == 0.0f && !options.bias, "matmul: delta goes without a bias, and beta must be 0");
@@ -124,6 +124,10 @@ Product describe_product(const Tensor& out, const Tensor& a, const Tensor& b, co
     expect_operand("b", b, fp8 ? b.dtype : a.dtype, options.transpose_b ? N : K, options.transpose_b ? K : N);
     if (fp8) expect_fp8_product(out, a, b, M, N, K, options);
     else check(!options.a_scale && !options.b_scale, "matmul: only fp8 factors have scales, not ", dtype_name(a.dtype));
+    if (options.added) {
+        expect_operand("added", options.added, out.dtype, M, N);
+        check(!fp8 && !options.bias, "matmul: added goes without a bias, and not with fp8 factors");
+    }
     if (options.bias) {
         expect_vector("bias", options.bias, out.dtype, N);
         check(options.beta == 0.0f, "matmul: with a bias beta must be 0, not ", options.beta);
@@ -141,11 +145,13 @@ Product describe_product(const Tensor& out, const Tensor& a, const Tensor& b, co
             .a_scale_mode = options.a_scale_mode,
             .b_scale_mode = options.b_scale_mode,
             .head_size = options.delta ? N / options.delta.shape[1] : 0,
+            .adds_other = options.added.exists(),
             .device = device().index};
 }
 
 LaunchCost cost_of(const Product& p, Tensor out, Tensor a, Tensor b, const MatmulOptions& o) {
-    const int64_t old = o.beta != 0.0f ? bytes_of(out) : 0, rows = p.batch_count * p.M;
+    const bool is_factor = o.added && (o.added.data == a.data || o.added.data == b.data);  // which is read anyway
+    const int64_t old = o.beta != 0.0f && !is_factor ? bytes_of(out) : 0, rows = p.batch_count * p.M;
     const int64_t factors = bytes_of(a) + (b.data == a.data ? 0 : bytes_of(b));  // of X X^T X is read
     return {.reads = factors + bytes_of(o.bias, o.gelu_input, o.a_scale, o.b_scale) + old,
             .writes = bytes_of(out, o.before_gelu, o.a_row_sums),

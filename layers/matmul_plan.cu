@@ -188,8 +188,8 @@ std::vector<cublasLtMatmulAlgo_t> algorithms_of(const Product& p, Plan& plan, in
 cublasStatus_t launch(Plan& plan, Tensor out, Tensor a, Tensor b, const MatmulOptions& options, cudaStream_t stream) {
     set_addresses(plan, options);
     return cublasLtMatmul(device().blas, &plan.operation, &options.alpha, b.data, &plan.b, a.data, &plan.a,
-                          &options.beta, out.data, &plan.out, out.data, &plan.out, &plan.algorithm,
-                          device().blas_workspace, device().blas_workspace_bytes, stream);
+                          &options.beta, options.added ? options.added.data : out.data, &plan.out, out.data, &plan.out,
+                          &plan.algorithm, device().blas_workspace, device().blas_workspace_bytes, stream);
 }
 
 // A choice may be from a file.
@@ -340,6 +340,7 @@ std::string name_of(const Product& p) {
                               epilogue_name(p.epilogue));
     if (p.batch_count > 1) name += concat(" batch ", p.batch_count);
     if (p.head_size > 0) name += concat(" heads of ", p.head_size);
+    if (p.adds_other) name += " added";
     if (p.a_scale_mode != MatmulScale::tensor)
         name += concat(" scales ", static_cast<int>(p.a_scale_mode), " ", static_cast<int>(p.b_scale_mode));
     return name;

@@ -20,13 +20,14 @@ struct Product {
     bool transpose_a, transpose_b;
     Epilogue epilogue;
     MatmulScale a_scale_mode, b_scale_mode;
-    int64_t head_size = 0;  // with delta
+    int64_t head_size = 0;    // with delta
+    bool adds_other = false;  // MatmulOptions::added
     int device;
     auto operator<=>(const Product&) const = default;
 };
 
 // "65536x3072x768 bf16 bf16 bf16 nt bias_gelu": M x N x K, types of a, b and out, what is transposed, the epilogue;
-// then the number of matrices, the kinds of scales and the size of heads, where there are any.
+// then the number of matrices, the size of heads, "added", and the kinds of scales, where there are any.
 std::string name_of(const Product& product);
 
 // What computes a product: cuBLASLt; our own product for Hopper (hopper_matmul.h); or parts (multiply_in_parts).

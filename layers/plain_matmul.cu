@@ -20,8 +20,9 @@ struct Strides {
 };
 
 template <class Factor, class Out>
-__global__ void plain_matmul_kernel(Out* out, const Factor* a, const Factor* b, const Out* bias, Strides of_a,
-                                    Strides of_b, int64_t M, int64_t N, int64_t K, int64_t n, float alpha, float beta) {
+__global__ void plain_matmul_kernel(Out* out, const Factor* a, const Factor* b, const Out* added, const Out* bias,
+                                    Strides of_a, Strides of_b, int64_t M, int64_t N, int64_t K, int64_t n, float alpha,
+                                    float beta) {
     const int64_t i = global_thread();
     if (i >= n) return;
     const int64_t col = i % N, row = i / N % M, matrix = i / N / M;
@@ -30,7 +31,7 @@ __global__ void plain_matmul_kernel(Out* out, const Factor* a, const Factor* b, 
     float sum = 0.0f;
     for (int64_t k = 0; k < K; ++k) sum = fmaf(to_float(a[k * of_a.col]), to_float(b[k * of_b.row]), sum);
     sum *= alpha;
-    if (beta != 0.0f) sum += beta * to_float(out[i]);  // without, out may hold anything
+    if (beta != 0.0f) sum += beta * to_float(added[i]);  // without, it may hold anything
     if (bias) sum += to_float(bias[col]);
     out[i] = from_float<Out>(sum);
 }
@@ -54,6 +55,7 @@ void plain_matmul(Tensor out, Tensor a, Tensor b, const MatmulOptions& options, 
         using Out = decltype(result);
         plain_matmul_kernel<<<blocks, 256, 0, stream>>>(
             out.ptr<Out>(), static_cast<const Factor*>(a.ptr<Factor>()), static_cast<const Factor*>(b.ptr<Factor>()),
+            static_cast<const Out*>((options.added ? options.added : out).ptr<Out>()),
             options.bias ? static_cast<const Out*>(options.bias.ptr<Out>()) : nullptr,
             strides_of(a, options.transpose_a), strides_of(b, options.transpose_b), M, N, K, n, options.alpha,
             options.beta);
@@ -62,7 +64,9 @@ void plain_matmul(Tensor out, Tensor a, Tensor b, const MatmulOptions& options, 
         if (out.dtype == a.dtype) launch(zero, zero);
         else launch(zero, 0.0f);
     });
-    launched("plain_matmul_kernel", {.reads = bytes_of(a, b, options.bias) + (options.beta != 0.0f ? bytes_of(out) : 0),
+    const bool is_factor = options.added && (options.added.data == a.data || options.added.data == b.data);
+    const int64_t old = options.beta != 0.0f && !is_factor ? bytes_of(out) : 0;
+    launched("plain_matmul_kernel", {.reads = bytes_of(a, b, options.bias) + old,
                                      .writes = bytes_of(out),
                                      .flops = 2.0 * static_cast<double>(n * K),
                                      .product = {n / N, N, K}});

@@ -167,8 +167,7 @@ class Muon final : public Optimizer {
             const double n = static_cast<double>(matrix.whole_n()), steps = options_.ns_steps;
             const double side = static_cast<double>(std::min(matrix.R, matrix.C)), square = side * side;
             all.flops += steps * (2 * n * side + 2 * square * side + 2 * n * side);
-            // x -> a; a -> b; a, b -> b; x -> y; b, x, y -> y
-            const double moved = (n + square) + 2 * square + 3 * square + 2 * n + (square + 3 * n);
+            const double moved = (n + square) + 2 * square + (square + 2 * n);  // x -> a; a -> b; b, x -> y
             all.bytes += (steps * moved + n) * static_cast<double>(dtype_bytes(options_.ns_dtype));
         }
         return all;
@@ -274,10 +273,8 @@ class Muon final : public Optimizer {
         const Tensor a = a_.slice(0, side * side).view({side, side}), b = b_.slice(0, side * side).view({side, side});
         for (int k = 0; k < options_.ns_steps; ++k) {
             matmul(a, x, x, {.transpose_a = tall, .transpose_b = !tall}, stream);
-            copy_tensor(b, a, stream);
-            matmul(b, a, a, {.alpha = kc, .beta = kb}, stream);  // b = kb A + kc A A
-            copy_tensor(y, x, stream);
-            matmul(y, tall ? x : b, tall ? b : x, {.beta = ka}, stream);  // y = ka X + b X
+            matmul(b, a, a, {.alpha = kc, .beta = kb, .added = a}, stream);           // b = kb A + kc A A
+            matmul(y, tall ? x : b, tall ? b : x, {.beta = ka, .added = x}, stream);  // y = ka X + b X
             std::swap(x, y);
         }
         return x;

@@ -229,6 +229,40 @@ TEST_CASE("matmul: ours for Hopper, where it is chosen and takes the product", "
     }
 }
 
+// The bits of adding what out holds, by cuBLASLt and by ours. A factor may be what is added, and is read once.
+TEST_CASE("matmul adds another matrix than out", "[matmul]") {
+    for (const DType dtype : kFloatDTypes)
+        for (const std::string choice : {"cublaslt", "parts"})
+            for (const int64_t batch : {1, 3}) {
+                INFO(dtype_name(dtype) << ' ' << choice << " batch " << batch);
+                const int64_t n = 24, count = batch * n * n;
+                Buffer a(dtype, {batch, n, n}, random_values(count, 1)),
+                    b(dtype, {batch, n, n}, random_values(count, 2)),
+                    added(dtype, {batch, n, n}, random_values(count, 3)), want(dtype, {batch, n, n}),
+                    out(dtype, {batch, n, n}, random_values(count, 4));
+                MatmulOptions options{.transpose_b = true, .alpha = 0.5f, .beta = -2.0f};
+                const std::string name = concat("24x24x24 ", dtype_name(dtype), " ", dtype_name(dtype), " ",
+                                                dtype_name(dtype), " nt plain", batch > 1 ? " batch 3" : "");
+                const Choices these(name + ": " + choice + "\n" + name + " added: " + choice + "\n");
+                const auto as_matrices = [&](const Tensor& x) { return batch > 1 ? x : x.view({n, n}); };
+                copy_tensor(want, added, device().stream);
+                matmul(as_matrices(want), as_matrices(a), as_matrices(b), options, device().stream);
+                options.added = as_matrices(added);
+                matmul(as_matrices(out), as_matrices(a), as_matrices(b), options, device().stream);
+                CHECK(out.bits() == want.bits());
+                copy_tensor(want, a, device().stream);
+                options.added = {};
+                matmul(as_matrices(want), as_matrices(a), as_matrices(b), options, device().stream);
+                options.added = as_matrices(a);
+                LaunchNotes notes;
+                matmul(as_matrices(out), as_matrices(a), as_matrices(b), options, device().stream);
+                CHECK(out.bits() == want.bits());
+                REQUIRE(notes.launches.size() == 1);
+                CHECK(notes.launches[0].kernel == (choice == "parts" ? "plain_matmul_kernel" : "matmul"));
+                CHECK(notes.launches[0].cost.reads == bytes_of(a.tensor(), b.tensor()));
+            }
+}
+
 TEST_CASE("matmul: one product for a linear layer and GELU", "[matmul]") {
     Buffer a(DType::bf16, {32, 16}, random_values(512, 1)), b(DType::bf16, {16, 24}, random_values(384, 2)),
         out(DType::bf16, {32, 24}), before(DType::bf16, {32, 24});
@@ -387,6 +421,10 @@ TEST_CASE("matmul says what is wrong with its arguments", "[matmul][errors]") {
                       ContainsSubstring("matmul: bias is f32 (4, 8), expected f32 (5)"));
     CHECK_THROWS_WITH(matmul(out, a, b, {.beta = 1.0f, .bias = bias}, s),
                       ContainsSubstring("matmul: with a bias beta must be 0"));
+    CHECK_THROWS_WITH(matmul(out, a, b, {.beta = 1.0f, .added = b}, s),
+                      ContainsSubstring("matmul: added is f32 (8, 5), expected f32 (4, 5)"));
+    CHECK_THROWS_WITH(matmul(out, a, b, {.added = out, .bias = bias}, s),
+                      ContainsSubstring("matmul: added goes without a bias"));
     CHECK_THROWS_WITH(matmul(out, a, {}, {}, s), ContainsSubstring("matmul: b is no tensor"));
     const Tensor shifted = make_tensor(static_cast<char*>(a.tensor().data) + 4, DType::f32, {4, 8});
     CHECK_THROWS_WITH(matmul(out, shifted, b, {}, s), ContainsSubstring("matmul: a starts at"));
