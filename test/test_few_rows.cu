@@ -284,7 +284,9 @@ TEST_CASE("few rows: a norm in front of a product, in one launch or several", "[
             CHECK(got_sum == sum.bits());
         }
     Buffer inp(DType::bf16, {1, 40}, random_values(40, 1)), weight(DType::bf16, {8, 41}), out(DType::bf16, {1, 8});
-    CHECK_THROWS_AS(few_rows_normed_forward(out, {}, {.inp = inp}, weight, {}, Activation::none, stream), Error);
+    NormInFront narrower;
+    narrower.inp = inp;
+    CHECK_THROWS_AS(few_rows_normed_forward(out, {}, narrower, weight, {}, Activation::none, stream), Error);
 }
 
 TEST_CASE("few rows: codes are rounded to nearest, and the largest weight has the largest code", "[few_rows]") {
