@@ -121,7 +121,6 @@ size_t capture(const std::function<void()>& work) {
 void check_can_account(const Trainer& t) {
     const TrainOptions& o = t.options;
     const char* reason = nullptr;
-    if (rank_count(o.ranks) > 1) reason = "it is that of one rank: leave --ranks and mpirun away";
     if (o.offload != Offload::none)
         reason = "with --offload the host works, too, and the step is not a row of launches";
     if (o.data_parallel.zero > 0 || o.data_parallel.naive)

@@ -143,6 +143,7 @@ void check_options(const TrainOptions& o) {
     check((o.micro_batch > 0 ? o.micro_batch : o.batch / n_ranks) <= kMostSequences, "a micro-batch can have at most ",
           kMostSequences, " sequences: give a smaller --micro-batch");
     check(!(o.plan && o.account), "--plan and --account: give one of them");
+    check(!o.account || rank_count(o.ranks) == 1, "--account: it is that of one rank: leave --ranks and mpirun away");
     check(o.data_parallel.zero >= 0 && o.data_parallel.zero <= 3, "--zero ", o.data_parallel.zero,
           ": use 0, 1, 2 or 3");
     check(!o.data_parallel.naive || o.data_parallel.zero == 0,
