@@ -25,6 +25,7 @@
 #include <functional>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 constexpr size_t kMaxHeaderBytes = 64 << 10;
 constexpr int kMaxConnections = 500;   // more wait in the system's queue; the library's select() ends at 1024 files
@@ -48,7 +49,7 @@ class Connection final : public httplib::Stream {
         while (first_ == last_ && !wait(POLLIN, kLookSeconds))
             if (ending || seconds_now() > until) return false;
         deadline_ = seconds_now() + timeout_;
-        header_bytes_ = 0, in_headers_ = true, line_begins_ = false, has_written_ = false;
+        header_bytes_ = 0, in_headers_ = true, before_ = '\0', has_written_ = false;
         return true;
     }
     void headers_are_read() { in_headers_ = false; }
@@ -86,10 +87,8 @@ class Connection final : public httplib::Stream {
         }
         n = std::min(n, last_ - first_);
         std::memcpy(to, buffer_ + first_, n);
-        for (size_t i = 0; in_headers_ && i < n; ++i) {
-            if (line_begins_ && (to[i] == ' ' || to[i] == '\t')) return failure_ = 400, -1;
-            line_begins_ = to[i] == '\n';
-        }
+        for (size_t i = 0; in_headers_ && i < n; ++i)
+            if (!fits_headers(to[i])) return failure_ = 400, -1;
         first_ += n;
         header_bytes_ += n;
         return static_cast<ssize_t>(n);
@@ -117,6 +116,13 @@ class Connection final : public httplib::Stream {
         ip = host, port = std::atoi(service);
     }
 
+    // A line ends with \r\n. One that begins with a blank goes on with the one before it, which HTTP has given up: the
+    // library would leave it out, as it does with one that ends with \n alone.
+    bool fits_headers(char c) {
+        const char before = std::exchange(before_, c);
+        return (c == '\n') == (before == '\r') && !(before == '\n' && (c == ' ' || c == '\t'));
+    }
+
     static thread_local Connection* current_;
     int fd_;
     double timeout_, deadline_ = 0;
@@ -124,9 +130,7 @@ class Connection final : public httplib::Stream {
     size_t first_ = 0, last_ = 0;  // what of the buffer is not yet handed on
     size_t header_bytes_ = 0;
     bool in_headers_ = false, has_written_ = false, ends_ = false;
-    // In the headers. A line that begins with a blank goes on with the one before it, which HTTP has given up: the
-    // library would leave it out.
-    bool line_begins_ = false;
+    char before_ = '\0';  // the last byte of the headers
     int failure_ = 0;
 };
 inline thread_local Connection* Connection::current_ = nullptr;

@@ -264,10 +264,12 @@ class Listener : public httplib::Server {
         const int status = connection.failure();
         status_sent_(status);
         const std::string body = error_json({status, reason_of(status)});
-        const std::string text =
-            concat("HTTP/1.1 ", status, status == 408 ? " Request Timeout" : " Request Header Fields Too Large",
-                   "\r\nContent-Type: application/json\r\nConnection: close\r\nContent-Length: ", body.size(),
-                   "\r\n\r\n", body);
+        const char* const name = status == 400   ? " Bad Request"
+                                 : status == 408 ? " Request Timeout"
+                                                 : " Request Header Fields Too Large";
+        const std::string text = concat(
+            "HTTP/1.1 ", status, name, "\r\nContent-Type: application/json\r\nConnection: close\r\nContent-Length: ",
+            body.size(), "\r\n\r\n", body);
         connection.write(text.data(), text.size());
         connection.end_after_answer();
     }

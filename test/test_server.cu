@@ -477,7 +477,9 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
                                             {"Transfer-Encoding: gzip", "only \"chunked\""},
                                             {"Content-Length : 26", "blank in its name"},
                                             {"Content-Length:\r\n 26", "no HTTP request"},
-                                            {"X: a\r\n\tContent-Length: 26", "no HTTP request"}}) {
+                                            {"X: a\r\n\tContent-Length: 26", "no HTTP request"},
+                                            {"Content-Length: 26\nX: a", "no HTTP request"},
+                                            {"X: a\rContent-Length: 26", "no HTTP request"}}) {
         for (const char* const request : {"GET /health", "POST /v1/completions"})
             refused(ask(server, concat(request, " HTTP/1.1\r\n", lengths, second)), 400, words);
     }
