@@ -28,6 +28,7 @@
 #include <utility>
 
 constexpr size_t kMaxHeaderBytes = 64 << 10;
+constexpr size_t kMaxChunkLine = 1000;
 constexpr int kMaxConnections = 500;   // more wait in the system's queue; the library's select() ends at 1024 files
 constexpr double kLookSeconds = 0.25;  // in which an idle connection looks whether the server is ending
 
@@ -50,9 +51,11 @@ class Connection final : public httplib::Stream {
             if (ending || seconds_now() > until) return false;
         deadline_ = seconds_now() + timeout_;
         header_bytes_ = 0, in_headers_ = true, before_ = '\0', has_written_ = false;
+        chunked_ = false, chunk_left_ = 0, chunk_line_ = "", behind_chunk_ = false;
         return true;
     }
-    void headers_are_read() { in_headers_ = false; }
+    // chunked: the body is sent as "5\r\nhello\r\n0\r\n\r\n".
+    void headers_are_read(bool chunked) { in_headers_ = false, chunked_ = chunked; }
     // The status that tells why a request could not be read, or 0.
     int failure() const { return failure_; }
     bool has_written() const { return has_written_; }
@@ -87,8 +90,8 @@ class Connection final : public httplib::Stream {
         }
         n = std::min(n, last_ - first_);
         std::memcpy(to, buffer_ + first_, n);
-        for (size_t i = 0; in_headers_ && i < n; ++i)
-            if (!fits_headers(to[i])) return failure_ = 400, -1;
+        for (size_t i = 0; (in_headers_ || chunked_) && i < n; ++i)
+            if (!(in_headers_ ? fits_headers(to[i]) : fits_chunks(to[i]))) return failure_ = 400, -1;
         first_ += n;
         header_bytes_ += n;
         return static_cast<ssize_t>(n);
@@ -116,11 +119,27 @@ class Connection final : public httplib::Stream {
         ip = host, port = std::atoi(service);
     }
 
-    // A line ends with \r\n. One that begins with a blank goes on with the one before it, which HTTP has given up: the
-    // library would leave it out, as it does with one that ends with \n alone.
+    // A line ends with \r\n, and has neither of them elsewhere.
+    bool fits_line(char c) { return (c == '\n') == (std::exchange(before_, c) == '\r'); }
+    // A line that begins with a blank goes on with the one before it, which HTTP has given up: the library would leave
+    // it out, as it does with one that ends with \n alone.
     bool fits_headers(char c) {
-        const char before = std::exchange(before_, c);
-        return (c == '\n') == (before == '\r') && !(before == '\n' && (c == ' ' || c == '\t'));
+        const bool begins_line = before_ == '\n';
+        return fits_line(c) && !(begins_line && (c == ' ' || c == '\t'));
+    }
+    // The library reads a length as strtoul() does, "0x5", "-5" or "5 or so", takes a chunk that is longer than its
+    // length says for the last one, and keeps lines of any length.
+    bool fits_chunks(char c) {
+        if (chunk_left_ > 0) return chunk_left_--, true;
+        chunk_line_ += c;
+        if (!fits_line(c) || chunk_line_.size() > kMaxChunkLine) return false;
+        if (c != '\n') return true;
+        const std::string line = std::exchange(chunk_line_, "");
+        if (std::exchange(behind_chunk_, !behind_chunk_)) return line.size() == 2;
+        const size_t n_digits = line.find_first_not_of("0123456789abcdefABCDEF");
+        if (n_digits == 0 || n_digits > 15 || (line[n_digits] != '\r' && line[n_digits] != ';')) return false;
+        chunk_left_ = std::stoull(line, nullptr, 16);
+        return true;
     }
 
     static thread_local Connection* current_;
@@ -130,7 +149,12 @@ class Connection final : public httplib::Stream {
     size_t first_ = 0, last_ = 0;  // what of the buffer is not yet handed on
     size_t header_bytes_ = 0;
     bool in_headers_ = false, has_written_ = false, ends_ = false;
-    char before_ = '\0';  // the last byte of the headers
+    char before_ = '\0';  // the last byte of a line
+    // Of a body in chunks: the bytes of a chunk that are still to come, or else what has come of the line with the
+    // length of the next, or of the empty line behind one.
+    bool chunked_ = false, behind_chunk_ = false;
+    uint64_t chunk_left_ = 0;
+    std::string chunk_line_;
     int failure_ = 0;
 };
 inline thread_local Connection* Connection::current_ = nullptr;

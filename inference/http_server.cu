@@ -267,16 +267,17 @@ class Listener : public httplib::Server {
         const char* const name = status == 400   ? " Bad Request"
                                  : status == 408 ? " Request Timeout"
                                                  : " Request Header Fields Too Large";
-        const std::string text = concat(
-            "HTTP/1.1 ", status, name, "\r\nContent-Type: application/json\r\nConnection: close\r\nContent-Length: ",
-            body.size(), "\r\n\r\n", body);
+        const std::string text =
+            concat("HTTP/1.1 ", status, name,
+                   "\r\nContent-Type: application/json\r\nConnection: close\r\nContent-Length: ", body.size(),
+                   "\r\n\r\n", body);
         connection.write(text.data(), text.size());
         connection.end_after_answer();
     }
     template <class Self>
     static bool process(Self& self, Connection& connection, bool& last) {
         const auto headers_read = [&](httplib::Request& request) {
-            connection.headers_are_read();
+            connection.headers_are_read(request.has_header("Transfer-Encoding"));
             request.headers.erase("Accept-Encoding");  // answers are too small to be worth compressing
             request.headers.erase("Range"), request.ranges.clear();
             // The library reads no body of a GET, and would take it for the next request.

@@ -483,6 +483,20 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
         for (const char* const request : {"GET /health", "POST /v1/completions"})
             refused(ask(server, concat(request, " HTTP/1.1\r\n", lengths, second)), 400, words);
     }
+    const std::string body = R"({"prompt": "a", "max_tokens": 1, "n":1})";  // 39 bytes
+    const auto in_chunks = [&](const std::string& chunks) {
+        return ask(server, "POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n" + chunked + key +
+                               "Connection: close\r\n\r\n" + chunks);
+    };
+    const std::string end = "\r\n0\r\n\r\n";
+    for (const char* const length : {"27", "027", "27;name=value"})
+        CHECK(in_chunks(concat(length, "\r\n", body, end)).status == 200);
+    CHECK(in_chunks("9\r\n" + body.substr(0, 9) + "\r\n1E\r\n" + body.substr(9) + end).status == 200);
+    for (const char* const length : {"0x27", "+27", " 27", "27 or so", "-5", "27;a\nb", ""})
+        refused(in_chunks(concat(length, "\r\n", body, end)), 400, "no HTTP request");
+    refused(in_chunks("27\n" + body + end), 400, "no HTTP request");
+    refused(in_chunks("27\r\n" + body + " " + end), 400, "no HTTP request");
+    refused(in_chunks("27\r\n" + body + "\r\n0;" + std::string(2000, 'x') + "\r\n\r\n"), 400, "no HTTP request");
     refused(ask(server, "GET /health HTTP/1.1\r\nX: " + std::string(100000, 'x') + "\r\n\r\n"), 431, "headers");
     refused(ask(server, std::string(100000, 'x')), 431, "headers");  // no end of the first line
     refused(ask(server, "hello\r\n\r\n"), 400, "no HTTP request");
