@@ -37,6 +37,17 @@ bool begins(const std::string& text, std::string_view words) {
     return ::strncasecmp(text.c_str(), words.data(), words.size()) == 0;
 }
 
+// Does a list like "keep-alive, Close" have this word?
+bool lists(const std::string& text, const char* word) {
+    for (size_t at = 0, end = 0; end < text.size(); at = end + 1) {
+        end = std::min(text.find(',', at), text.size());
+        const size_t first = std::min(text.find_first_not_of(" \t", at), end);
+        const std::string one = text.substr(first, end - first);
+        if (::strcasecmp(one.substr(0, one.find_last_not_of(" \t") + 1).c_str(), word) == 0) return true;
+    }
+    return false;
+}
+
 const char* reason_of(int status) {
     switch (status) {
         case 400: return "this is no HTTP request that the server understands";
@@ -280,6 +291,10 @@ class Listener : public httplib::Server {
             connection.headers_are_read(request.has_header("Transfer-Encoding"));
             request.headers.erase("Accept-Encoding");  // answers are too small to be worth compressing
             request.headers.erase("Range"), request.ranges.clear();
+            // The library knows no other spelling than "close".
+            for (const auto& [name, value] : request.headers)
+                if (::strcasecmp(name.c_str(), "Connection") == 0 && lists(value, "close"))
+                    connection.end_after_answer();
             // The library reads no body of a GET, and would take it for the next request.
             if (request.method != "POST" && (declared_bytes(request) != 0 || request.has_header("Transfer-Encoding")))
                 connection.end_after_answer();

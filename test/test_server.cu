@@ -468,6 +468,13 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     const std::string second = "\r\n\r\nGET /v2 HTTP/1.1\r\nHost: a\r\n\r\n";
     Client two(server, "GET /health HTTP/1.1\r\nContent-Length: 26" + second);
     CHECK(two.read_all().find("HTTP/1.1 404") == std::string::npos);
+    // Nor is a connection kept that the client does not want to be kept.
+    for (const char* const words :
+         {"close", "Close", "TE, close", "keep-alive,\tCLOSE , TE", "TE\r\nConnection: Close"})
+        CHECK(ask(server, concat("GET /health HTTP/1.1\r\nConnection: ", words, "\r\n\r\n"))
+                  .head.find("Connection: close") != std::string::npos);
+    const std::string kept = ask(server, "GET /health HTTP/1.1\r\nConnection: Upgrade, not-close\r\n\r\n").head;
+    CHECK(kept.find("Keep-Alive") != std::string::npos);
     const std::string chunked = "Transfer-Encoding: chunked\r\n";
     for (const auto& [lengths, words] :
          std::map<std::string, std::string>{{"Content-Length: 0\r\nContent-Length: 26", "given twice"},
