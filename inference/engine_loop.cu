@@ -183,8 +183,10 @@ std::optional<IndexedPiece> EngineLoop::Submission::next(const std::function<boo
             throw HttpError(504, concat("the answer was not complete after ", loop_.options_.request_timeout,
                                         " seconds (--request-timeout)"));
         }
+        // Before the queue is looked into: the last pieces may come while nobody looks, and the engine end behind them.
+        const bool has_ended = loop_.has_ended();
         if (auto piece = next_if_there(kLookSeconds)) return piece;
-        if (loop_.has_ended()) {
+        if (has_ended) {
             outcome_ = Outcome::failed;
             throw HttpError(500, "the engine has ended by an error");
         }
