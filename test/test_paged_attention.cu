@@ -136,6 +136,33 @@ TEST_CASE("attention over pages gives scores of -infinity no weight", "[paged]")
     }
 }
 
+// The row of a token may lie in a page that others share, whatever stands behind it in the prompt that computed it.
+TEST_CASE("what is not finite in attention over pages is seen by no row that does not see it", "[paged]") {
+    const HeadCounts h{3, 1, 16};
+    for (const int64_t window : {0, 20})
+        for (const DType dtype : {DType::f32, DType::bf16})
+            for (const double wrong : {double(NAN), double(INFINITY)}) {
+                const Step s({100, 300}, 16, {32, 1, 7});
+                Values values = random_values(s.N * h.width(), 3, 1.5);
+                const Buffer right(dtype, {1, s.N, h.width()}, values);
+                const int64_t row = 100 + 77;  // of the second sequence; its key and value
+                for (int64_t column = h.H * h.D; column < h.width(); ++column) values[row * h.width() + column] = wrong;
+                const Buffer damaged(dtype, {1, s.N, h.width()}, values);
+                const Buffer expected(dtype, {1, s.N, h.H * h.D}), out(dtype, {1, s.N, h.H * h.D});
+                attend(expected, right, DeviceStep(s, dtype, 2 * h.D, 2), s, h, 0.25f, window);
+                attend(out, damaged, DeviceStep(s, dtype, 2 * h.D, 2), s, h, 0.25f, window);
+                const Values a = expected.values(), b = out.values();
+                const int64_t end = window > 0 ? row + window : s.N;  // of the rows that see it
+                for (int64_t i = 0; i < s.N; ++i)
+                    for (int64_t c = 0; c < h.H * h.D; ++c) {
+                        const size_t at = static_cast<size_t>(i * h.H * h.D + c);
+                        INFO("row " << i << ", window " << window << ", " << dtype_name(dtype));
+                        if (i < row || i >= end) REQUIRE(a[at] == b[at]);
+                        else REQUIRE_FALSE(std::isfinite(b[at]));
+                    }
+            }
+}
+
 namespace {
 
 struct Decoded {

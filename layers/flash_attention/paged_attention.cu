@@ -82,7 +82,7 @@ __device__ __forceinline__ void read_split(const Shared& at, const PagedTile& ti
             load_values<kN>(at.tile, pool, at.keys, n, c, n_columns, s);
             if (c == 0) add_sums(at, tile.n, n);
             __syncthreads();
-            add_values(at, tile.n, n, c, n_columns, s);
+            add_values(at, tile, s0, n, c, n_columns, s);
         }
     }
     __syncthreads();  // the split's sums are complete

@@ -75,6 +75,13 @@ struct PagedTile {
     __device__ __forceinline__ int position_of(int r, const PagedShape& s) const {
         return chunk.position + (first + r) / s.group;
     }
+    // Query r sees the keys [first_seen, end_seen) of n keys from s0 on.
+    __device__ __forceinline__ int first_seen(int r, int s0, const PagedShape& s) const {
+        return max(0, position_of(r, s) - s.window + 1 - s0);
+    }
+    __device__ __forceinline__ int end_seen(int r, int s0, int n_keys, const PagedShape& s) const {
+        return min(position_of(r, s) + 1 - s0, n_keys);
+    }
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -232,7 +239,7 @@ __device__ __forceinline__ void compute_probs(const Shared& at, const PagedTile&
                                               const PagedShape& s) {
     const int j = static_cast<int>(threadIdx.x) % kRowThreads * kLanes;
     for (int r = static_cast<int>(threadIdx.x) / kRowThreads; r < tile.n; r += kThreads / kRowThreads) {
-        const int t = tile.position_of(r, s), first = t - s.window + 1 - s0, end = min(t + 1 - s0, n);
+        const int first = tile.first_seen(r, s0, s), end = tile.end_seen(r, s0, n, s);
         float x[kLanes];
         for (int l = 0; l < kLanes; ++l)
             x[l] = j + l >= first && j + l < end ? __fmul_rn(at.probs[r * kKeys + j + l], s.factor) : kMasked;
@@ -255,15 +262,27 @@ __device__ __forceinline__ void add_sums(const Shared& at, int n_rows, int n_key
         at.sum[r] = sum;
     }
 }
-// Adds the tile to n columns from c0 on of the outputs.
-__device__ __forceinline__ void add_values(const Shared& at, int n_rows, int n_keys, int c0, int n,
+// Adds the tile to n columns from c0 on of the outputs, for each query what it sees: a value that is not finite times a
+// probability of 0 would be NaN, and a row must not depend on those behind it, since others may share its page.
+__device__ __forceinline__ void add_values(const Shared& at, const PagedTile& tile, int s0, int n_keys, int c0, int n,
                                            const PagedShape& s) {
-    for_register_tiles(n_rows, n, [&](int r, auto rows, int c) {
+    for_register_tiles(tile.n, n, [&](int r, auto rows, int c) {
         constexpr int m = decltype(rows)::value;
         float o[m][kLanes];
         for (int i = 0; i < m; ++i)
             for (int l = 0; l < kLanes; ++l) o[i][l] = at.o[(r + i) * s.pitch + c0 + c + l] * at.rescale[r + i];
-        multiply(o, at.tile + c, kColumns, at.probs + r * kKeys, kKeys, 1, n_keys);
+        const auto add_keys = [&](int i, int j, int end) {
+            for (; j < end; ++j)
+                for (int l = 0; l < kLanes; ++l)
+                    o[i][l] = fmaf(at.probs[(r + i) * kKeys + j], at.tile[j * kColumns + c + l], o[i][l]);
+        };
+        // The keys [first, end) are seen by all m queries, which stand in the order of their positions.
+        const int first = min(tile.first_seen(r + m - 1, s0, s), n_keys),
+                  end = max(first, tile.end_seen(r, s0, n_keys, s));
+        for (int i = 0; i < m - 1; ++i)
+            add_keys(i, tile.first_seen(r + i, s0, s), min(first, tile.end_seen(r + i, s0, n_keys, s)));
+        multiply(o, at.tile + first * kColumns + c, kColumns, at.probs + r * kKeys + first, kKeys, 1, end - first);
+        for (int i = 1; i < m; ++i) add_keys(i, end, tile.end_seen(r + i, s0, n_keys, s));
         for (int i = 0; i < m; ++i)
             for (int l = 0; l < kLanes; ++l) at.o[(r + i) * s.pitch + c0 + c + l] = o[i][l];
     });
