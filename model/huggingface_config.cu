@@ -24,7 +24,8 @@
 //     mlp_bias                               x       false   false  false false  false             mlp_bias
 //     use_sliding_window                     false   -       x      x     false  -                 window
 //     sliding_window                         -       x       (2)    (2)   -      -                 window
-//     max_window_layers, layer_types         -       -       (2)    (2)   -      -                 n_full_layers
+//     max_window_layers                      -       -       (2)    (2)   -      -                 n_full_layers
+//     layer_types                            -       (3)     (2)    (2)   -      -                 n_full_layers
 //     share_q_dim                            -       -       -      -     x      -                 q_rank
 //     q_lora_rank, kv_lora_rank              -       -       -      -     -      x                 q_rank, kv_rank
 //     qk_nope_head_dim, qk_rope_head_dim     -       -       -      -     -      x                 D, D_rope
@@ -32,6 +33,7 @@
 //     first_k_dense_replace                  -       -       -      -     -      all layers
 //
 // (1) false: Qwen2 always has biases on queries, keys and values, and on nothing else. (2) Only if use_sliding_window.
+// (3) All layers must be alike, with the window or without.
 // All other keys are ignored. Sizes of layers must be there; any other key that is missing has the default of
 // transformers' class.
 #include "io/json.h"
@@ -226,13 +228,18 @@ Config read_llama_like(const ConfigReader& in, const std::string& type) {
     return c;
 }
 
+std::vector<std::string> read_layer_types(const ConfigReader& in, int64_t L) {
+    std::vector<std::string> types;
+    check(read_value(member(in.object(), "layer_types"), types) && std::ssize(types) == L, in.path(),
+          ": \"layer_types\" is not a list of ", L, " layers");
+    return types;
+}
+
 // How many of the first layers have no sliding window. Newer files name every layer in layer_types; older ones have
 // max_window_layers, by which all layers after the first so many have the window.
 int64_t read_full_layers(const ConfigReader& in, int64_t L) {
     if (!in.has("layer_types")) return in.has("max_window_layers") ? in.count("max_window_layers") : 28;
-    std::vector<std::string> types;
-    check(read_value(member(in.object(), "layer_types"), types) && std::ssize(types) == L, in.path(),
-          ": \"layer_types\" is not a list of ", L, " layers");
+    const std::vector<std::string> types = read_layer_types(in, L);
     const auto first_sliding = std::find(types.begin(), types.end(), "sliding_attention");
     const bool sliding_to_the_end =
         std::all_of(first_sliding, types.end(), [](const std::string& kind) { return kind == "sliding_attention"; });
@@ -252,6 +259,13 @@ void read_window(const ConfigReader& in, const std::string& type, Config& c) {
     // A missing key and null differ: null means that there is no window.
     c.window = in.is_null("sliding_window") ? 0 : in.integer("sliding_window", 4096);
     if (qwen && c.window > 0) c.n_full_layers = read_full_layers(in, c.L);
+    if (qwen || c.window == 0 || !in.has("layer_types")) return;
+    // Ministral has the model_type of Mistral: by this key transformers tells them apart.
+    const std::vector<std::string> types = read_layer_types(in, c.L);
+    const auto all_are = [&](const char* kind) { return std::ranges::count(types, kind) == c.L; };
+    check(all_are("full_attention") || all_are("sliding_attention"), in.path(),
+          ": \"layer_types\" of mistral is supported only where all are full_attention, or all sliding_attention");
+    if (all_are("full_attention")) c.window = 0;
 }
 
 // llama, mistral, qwen2, qwen3. mfa, our own: one key/value head, and queries from a latent of share_q_dim numbers.

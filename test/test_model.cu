@@ -646,6 +646,15 @@ TEST_CASE("configurations of transformers: what is not supported is said", "[mod
     // A missing key has the default of transformers' class; null means that there is none.
     CHECK(load("mistral", "\"sliding_window\": 5,", "").window == 4096);
     CHECK(load("mistral", "\"sliding_window\": 5,", "\"sliding_window\": null,").window == 0);
+    // Ministral is a Mistral with layer_types.
+    const auto mistral_with = [&](const std::string& first, const std::string& second) {
+        return load("mistral", "\"use_cache\"",
+                    concat("\"layer_types\": [\"", first, "_attention\", \"", second, "_attention\"], \"use_cache\""));
+    };
+    CHECK(mistral_with("sliding", "sliding").window == 5);
+    CHECK(mistral_with("full", "full").window == 0);
+    CHECK_THROWS_WITH(mistral_with("full", "sliding"), ContainsSubstring("only where all are full_attention"));
+    CHECK_THROWS_WITH(mistral_with("chunked", "chunked"), ContainsSubstring("only where all are full_attention"));
     CHECK(load("qwen2_window", "\"use_sliding_window\": true", "\"use_sliding_window\": false").window == 0);
     CHECK(load("qwen3", "\"head_dim\": 12,", "").D == 128);
     CHECK(load("qwen2", "\"num_key_value_heads\": 1,", "\"num_key_value_heads\": null,").K == 5);
