@@ -2,8 +2,8 @@
 //
 // gpt2 has names of its own: vocab_size, n_positions, n_layer, n_head, n_embd, n_inner, layer_norm_epsilon,
 // tie_word_embeddings, initializer_range; activation_function must be gelu_new or another name of it,
-// scale_attn_weights true, and scale_attn_by_inverse_layer_idx false. The other model types share most of theirs. x:
-// read; -: ignored; otherwise the table has the only value that is supported.
+// scale_attn_weights true, scale_attn_by_inverse_layer_idx false, and is_causal true. The other model types share most
+// of theirs. x: read; -: ignored; otherwise the table has the only value that is supported.
 //
 //     key                                  llama  mistral  qwen2  qwen3  mfa    deepseek_v2, _v3   in Config
 //     vocab_size, hidden_size                x       x       x      x     x      x                 V, C
@@ -19,6 +19,7 @@
 //     original_max_position_embeddings       x       x       x      x     x      x                 rope_scaling
 //     partial_rotary_factor                  1       1       1      1     1      1
 //     hidden_act                             silu    silu    silu   silu  silu   silu
+//     is_causal                              true    true    true   true  true   true
 //     attention_bias                         x       false   (1)    x     false  false             qkv_bias,
 //                                                                                                  attn_out_bias
 //     mlp_bias                               x       false   false  false false  false             mlp_bias
@@ -82,6 +83,10 @@ class ConfigReader {
         return otherwise;
     }
     bool boolean(const char* key, bool otherwise) const { return boolean(object_, key, otherwise); }
+    // Of a key that is true where it is missing, and for which transformers takes null for false.
+    static bool is_true(const Json::Value& object, const char* key) {
+        return !::has(object, key) || member(object, key) == Json::Value(true);
+    }
     std::string text(const Json::Value& object, const char* key, std::string otherwise) const {
         check(!has(object, key) || read_value(member(object, key), otherwise), path_, ": \"", key,
               "\" is not a string");
@@ -147,8 +152,7 @@ RopeScaling read_rope_scaling(const ConfigReader& in, const Json::Value& rope, c
     to.low_freq_factor = in.number(rope, "low_freq_factor", to.low_freq_factor);
     to.high_freq_factor = in.number(rope, "high_freq_factor", to.high_freq_factor);
     if (to.kind != RopeKind::yarn) return to;
-    const bool truncates = !has(rope, "truncate") || member(rope, "truncate") == Json::Value(true);  // null does not
-    check(!in.has(rope, "attention_factor") && truncates, in.path(),
+    check(!in.has(rope, "attention_factor") && in.is_true(rope, "truncate"), in.path(),
           ": YaRN's attention_factor and truncate are not supported, only what follows from factor and mscale");
     to.factor = in.number(rope, "factor", static_cast<double>(T_max) / static_cast<double>(to.original_max_position));
     to.beta_fast = in.number(rope, "beta_fast", to.beta_fast);
@@ -325,6 +329,8 @@ Config load_config(const std::string& preset_or_path) {
     else
         fail(path, ": model_type \"", type,
              "\" is not supported, only gpt2, llama, mistral, qwen2, qwen3, deepseek_v2, deepseek_v3 and mfa");
+    check(in.is_true(in.object(), "is_causal"), path,
+          ": is_causal is not true: models in which a token sees those behind it are not supported");
     check_config(config);
     return config;
 }

@@ -636,6 +636,11 @@ TEST_CASE("configurations of transformers: what is not supported is said", "[mod
     for (const char* value : {"false", "null"})  // transformers takes null for false here
         CHECK_THROWS_WITH(load("deepseek", "\"mscale\"", concat("\"truncate\": ", value, ", \"mscale\"")),
                           ContainsSubstring("attention_factor and truncate are not supported"));
+    for (const char* value : {"false", "null"})  // and here
+        for (const std::string golden : {"gpt2", "qwen2", "deepseek"})
+            CHECK_THROWS_WITH(load(golden, "\"use_cache\"", concat("\"is_causal\": ", value, ", \"use_cache\"")),
+                              ContainsSubstring("is_causal is not true"));
+    CHECK(load("qwen2", "\"use_cache\"", "\"is_causal\": true, \"use_cache\"").L == 2);
     for (const char* zero : {"0", "0.0"})  // as if it were not there
         CHECK(load("deepseek", "\"mscale_all_dim\": 0.8", concat("\"mscale_all_dim\": ", zero))
                   .rope_scaling.mscale_all_dim == 0);
