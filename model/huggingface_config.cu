@@ -45,6 +45,9 @@
 
 namespace {
 
+// A word of the file, fit for an error of one line: a line end in it is written as \n.
+std::string in_quotes(const std::string& word) { return JsonText(word).str(); }
+
 // Reads values out of a config.json, naming file and key when one is missing or of another kind.
 class ConfigReader {
   public:
@@ -96,7 +99,7 @@ class ConfigReader {
     // For a key of which only one value is supported.
     void must_be(const char* key, const std::string& only) const {
         const std::string value = text(key, only);
-        check(value == only, path_, ": \"", key, "\" is \"", value, "\"; this program supports \"", only, "\"");
+        check(value == only, path_, ": \"", key, "\" is ", in_quotes(value), "; this program supports \"", only, "\"");
     }
     const Json::Value& object() const { return object_; }
     const std::string& path() const { return path_; }
@@ -137,8 +140,8 @@ const std::pair<const char*, RopeKind> kRopeKinds[] = {{"llama3", RopeKind::llam
 RopeScaling read_rope_scaling(const ConfigReader& in, const Json::Value& rope, const std::string& type, int64_t T_max) {
     const auto* known = std::find_if(std::begin(kRopeKinds), std::end(kRopeKinds),
                                      [&](const auto& kind) { return kind.first == type; });
-    check(known != std::end(kRopeKinds), in.path(), ": rope_type \"", type,
-          "\" is not supported, only default, linear, dynamic, llama3 and yarn");
+    check(known != std::end(kRopeKinds), in.path(), ": rope_type ", in_quotes(type),
+          " is not supported, only default, linear, dynamic, llama3 and yarn");
     RopeScaling to;
     to.kind = known->second;
     // YaRN alone can do without a factor: then it is how much longer the sequences are than the original ones.
@@ -205,7 +208,7 @@ Config read_llama_like(const ConfigReader& in, const std::string& type) {
     const auto has_its_name = [&](const SubLayer* layer) { return activation == layer->name; };
     const bool is_known = activation != "gelu" &&  // not GPT-2's: gate and up with a GELU
                           std::ranges::any_of(feed_forward_table(), has_its_name);
-    check(is_silu || is_known, in.path(), ": hidden_act \"", activation, "\" is not supported: silu is");
+    check(is_silu || is_known, in.path(), ": hidden_act ", in_quotes(activation), " is not supported: silu is");
     c.feed_forward = is_silu ? "swiglu" : activation;
     c.V = in.integer("vocab_size");
     c.T_max = in.integer("max_position_embeddings", defaults.max_position_embeddings);
@@ -327,8 +330,8 @@ Config load_config(const std::string& preset_or_path) {
         config = read_llama(in, type);
     else if (type == "deepseek_v2" || type == "deepseek_v3") config = read_deepseek(in, type);
     else
-        fail(path, ": model_type \"", type,
-             "\" is not supported, only gpt2, llama, mistral, qwen2, qwen3, deepseek_v2, deepseek_v3 and mfa");
+        fail(path, ": model_type ", in_quotes(type),
+             " is not supported, only gpt2, llama, mistral, qwen2, qwen3, deepseek_v2, deepseek_v3 and mfa");
     check(in.is_true(in.object(), "is_causal"), path,
           ": is_causal is not true: models in which a token sees those behind it are not supported");
     check_config(config);

@@ -2,7 +2,7 @@
 //
 // Their files and our memory differ in two things: GPT-2's Conv1D stores weights as (C, O), transposed; and our
 // embedding and head have rows of padding, which are never written.
-#include "io/io.h"
+#include "io/json.h"
 #include "model/model.h"
 
 #include <algorithm>
@@ -86,8 +86,8 @@ void load_weights(Model& model, const std::string& folder) {
     for (const std::string& name : parameter_names(model.config)) known.insert(in_file(name));
     for (const auto& [name, tensor] : file.tensors()) {
         const bool tied_head = model.config.tied && name == "lm_head.weight";
-        check(known.count(name) || tied_head || is_known_extra(name), folder, ": tensor '", name,
-              "' belongs to no parameter of this ", gpt2 ? "GPT-2" : hugging_face_type(model.config).second,
+        check(known.count(name) || tied_head || is_known_extra(name), folder, ": tensor ", JsonText(name).str(),
+              " belongs to no parameter of this ", gpt2 ? "GPT-2" : hugging_face_type(model.config).second,
               " configuration; is config.json the right one?");
     }
 }

@@ -277,6 +277,26 @@ TEST_CASE("a head in the file of a model whose head is the embedding must be a c
     CHECK_THROWS_WITH(load_with_head(1), ContainsSubstring("'lm_head.weight' is not 'model.embed_tokens.weight'"));
 }
 
+TEST_CASE("a name or a word of a Hugging Face folder with a line end is told in one line", "[model]") {
+    const TempFolder folder;
+    const SafetensorsReader saved(kGolden + "llama_tied");
+    std::vector<TensorToStore> tensors = {{"ex\ntra", "F32", {0}, [](void*) {}}};
+    for (const auto& [name, tensor] : saved.tensors())
+        tensors.push_back({name, tensor.dtype, tensor.shape,
+                           [from = tensor](void* bytes) { std::memcpy(bytes, from.data, from.bytes); }});
+    write_safetensors(folder.path + "/model.safetensors", tensors);
+    TinyTrainer m(load_config(kGolden + "llama_tied"), 1, 8);
+    CHECK(one_line_with(error_of([&] { load_weights(m.model, folder.path); }), "tensor \"ex\\ntra\" belongs to no"));
+    const std::string config = read_text_file(kGolden + "llama_biases/config.json");
+    for (const char* word : {"\"llama\"", "\"silu\"", "\"linear\""}) {
+        std::string text = config;
+        const size_t at = text.find(word);
+        REQUIRE(at != std::string::npos);
+        write_text_file(folder.path + "/config.json", text.replace(at, std::strlen(word), "\"a\\nb\""));
+        CHECK(one_line_with(error_of([&] { load_config(folder.path); }), "\"a\\nb\"", "not supported"));
+    }
+}
+
 TEST_CASE("transformers gives the same logits for what we save", "[model][export]") {
     TempFolder all;
     std::string folders;
