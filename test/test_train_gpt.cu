@@ -433,7 +433,10 @@ TEST_CASE("a loss that is not a number is traced to its sequences and documents"
     CHECK(one_line_with(some, "step 1: the loss is nan", "The loss is not finite for ",
                         " of its 20 sequences, first for sequence ",
                         folder / "text/3, in the document that begins at its token 0", "Nothing was saved yet"));
-    CHECK(one_line_with(all, "The loss of all of its 20 sequences is not finite: this comes from the weights"));
+    CHECK(
+        one_line_with(all, "The loss of all of its 20 sequences is not finite: this comes from the weights of --init " +
+                               (folder / "broken")));
+    CHECK(all.find("--lr") == std::string::npos);  // no rate helps
 }
 
 TEST_CASE("a run is neither overwritten nor continued as another one", "[program][train_gpt]") {

@@ -3,7 +3,7 @@
 // The same weights and the same data give the same bits again: a run that resumes from its last checkpoint stops at the
 // same step, unless something changes. What should change depends on where the numbers come from:
 //
-//   the weights    the loss of every sequence is not finite
+//   the weights    the loss of every sequence is not finite; in the first step: those that the run began with
 //   some data      the loss of some sequences is not finite
 //   the backward   all losses are finite, and the norm of the gradients is not: they are beyond the type's range
 #include "training/training.h"
@@ -72,6 +72,11 @@ std::string explain_not_finite(Trainer& t, const BatchReader& data, int64_t step
     } else {
         text += "; the weights are unchanged by this step. ";
         const BadSequences bad = find_bad_sequences(t, step);
+        if (bad.n == o.batch && step == 1)
+            return concat(text, "The loss of all of its ", o.batch,
+                          " sequences is not finite: this comes from the weights",
+                          o.init.empty() ? std::string(" that the run began with") : " of --init " + o.init,
+                          ", which may be damaged, or their products too large for --dtype");
         if (bad.n == o.batch)
             text +=
                 concat("The loss of all of its ", o.batch,
