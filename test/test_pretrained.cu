@@ -23,6 +23,8 @@ void make_model(const std::string& folder, const std::string& run) {
     for (const std::string name : {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"})
         std::filesystem::copy_file(newest_checkpoint(run) + "/" + name, folder + "/" + name);
     spit(folder + "/chat_template.jinja", "{{ messages[0].content }}\n");
+    std::filesystem::create_directories(folder + "/additional_chat_templates");
+    spit(folder + "/additional_chat_templates/tool.jinja", "{{ tools }}\n");
     spit(folder + "/generation_config.json", "{\"eos_token_id\": [600, 3], \"top_k\": 7}\n");
     json config = read_json(folder + "/config.json");
     config["eos_token_id"] = value(std::vector{600, 3});
@@ -107,8 +109,8 @@ TEST_CASE("what lies beside the weights of --init is found, and kept", "[program
     REQUIRE(outcome.status == 0);
     CHECK_THAT(outcome.out, ContainsSubstring("tokens (" + model + "/tokenizer.json)"));
     const auto check_kept = [&] {
-        for (const std::string name :
-             {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"})
+        for (const std::string name : {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+                                       "generation_config.json", "additional_chat_templates/tool.jinja"})
             CHECK(slurp(newest_checkpoint(run) + "/" + name) == slurp(model + "/" + name));
         const json config = read_json(newest_checkpoint(run) + "/config.json");
         CHECK(config["eos_token_id"] == value(std::vector{600, 3}));

@@ -344,7 +344,11 @@ std::string write_checkpoint(Trainer& t, int64_t step) {
         if (faults[rank][0] && fault.empty()) fault = concat("rank ", rank, " could not write its part");
     if (first && fault.empty())
         attempt([&] {
-            for (const auto& [name, bytes] : t.model_files.files) write_text_file(folder + "/" + name, bytes);
+            for (const auto& [name, bytes] : t.model_files.files) {
+                const std::filesystem::path path = folder + "/" + name;
+                make_folder(path.parent_path().string());  // some have a folder of their own
+                write_text_file(path.string(), bytes);
+            }
             write_state(folder, state_after(t, step));
             const std::string left = writer->commit(static_cast<int>(t.options.keep), t.best ? t.best->step : 0);
             t.options.checkpoint = std::filesystem::path(folder).replace_extension().string();  // without ".tmp"

@@ -4,7 +4,7 @@
 // folder that the weights came from, and so does --init.
 //
 //     of the model's folder (--init, --model, or the checkpoint that is resumed)    into each checkpoint
-//     tokenizer.json and the files that belong to it, chat template                 the same bytes
+//     tokenizer.json and the files that belong to it, chat templates                the same bytes
 //     generation_config.json                                                        the same bytes
 //     config.json: bos_token_id, eos_token_id, pad_token_id                         in config.json
 //
@@ -26,6 +26,7 @@ const char* const kTokenizerFiles[] = {
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt",     "tokenizer.model",       "chat_template.jinja",     "chat_template.json"};
 const char* const kGenerationFile = "generation_config.json";
+const char* const kTemplateFolder = "additional_chat_templates";  // those that have names: for tools, for example
 
 std::string parent_of(const std::string& path) {
     const std::string parent = fs::path(path).parent_path().string();
@@ -102,8 +103,19 @@ std::string make_generation_config(const ModelFiles& model) {
     return out.indented(2) + "\n";
 }
 
-void copy_file(ModelFiles& model, const std::string& folder, const char* name) {
+void copy_file(ModelFiles& model, const std::string& folder, const std::string& name) {
     if (is_there(folder + "/" + name)) model.files[name] = read_text_file(folder + "/" + name);
+}
+
+void copy_tokenizer(ModelFiles& model, const std::string& folder) {
+    for (const char* name : kTokenizerFiles) copy_file(model, folder, name);
+    const std::string templates = concat(folder, "/", kTemplateFolder);
+    if (!is_folder(templates)) return;
+    std::error_code error;
+    for (const auto& entry : fs::directory_iterator(templates, error))
+        if (entry.path().extension() == ".jinja")
+            copy_file(model, folder, concat(kTemplateFolder, "/", entry.path().filename().string()));
+    check(!error, "cannot read folder ", templates, ": ", error.message());
 }
 
 }  // namespace
@@ -138,8 +150,7 @@ ModelFiles collect_model_files(const TrainOptions& o, const Config& config, cons
         if (config.V >= 256) model.files["tokenizer.json"] = byte_tokenizer_json();
     } else if (found.path.empty() || fs::path(found.path).filename() == "tokenizer.json") {
         const std::string from = found.path.empty() ? folder : parent_of(found.path);
-        for (const char* name : kTokenizerFiles)
-            if (!from.empty()) copy_file(model, from, name);
+        if (!from.empty()) copy_tokenizer(model, from);
     } else {  // a file with a name of its own: those beside it belong to others
         model.files["tokenizer.json"] = read_text_file(found.path);
     }
