@@ -233,6 +233,17 @@ TEST_CASE("what cannot be used is told before the weights are read, and a file s
     CHECK(std::filesystem::is_symlink(out));
     std::filesystem::remove(out);
     CHECK_THAT(generate(batch + "/dev/full").err, ContainsSubstring("No space left on device"));
+    // Heads that the kernels cannot have, and latents.
+    spit(folder / "model/config.json",
+         R"({"model_type":"llama","vocab_size":256,"hidden_size":8,"intermediate_size":8,"num_hidden_layers":1,
+        "num_attention_heads":1,"head_dim":258,"max_position_embeddings":64})");
+    for (const char* what : {"--prompt a", "--plan", "--eval /proc/self/cmdline", "--serve --port 0"})
+        refused(what, "heads of 258 columns are beyond the 256 that its kernels can have");
+    spit(folder / "model/config.json",
+         R"({"model_type":"deepseek_v3","vocab_size":256,"hidden_size":8,"intermediate_size":8,"num_hidden_layers":1,
+        "num_attention_heads":1,"q_lora_rank":null,"kv_lora_rank":1022,"qk_nope_head_dim":8,"qk_rope_head_dim":4,
+        "v_head_dim":8,"max_position_embeddings":64})");
+    refused("--plan", "R + Dr = 1026 columns do not fit");
 }
 
 TEST_CASE("a batch whose answers can be written but not read does not ask for them again", "[generate]") {

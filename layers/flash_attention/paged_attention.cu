@@ -410,6 +410,13 @@ void paged_decode_forward(const HeadColumns& out, const HeadColumns& q, const He
     paged_decode(operation, a, step, &fresh, scratch, stream);
 }
 
-int64_t paged_attention_scratch_n(int64_t N, int64_t H, int64_t D, int64_t max_length) {
+int64_t paged_splits_n(int64_t N, int64_t H, int64_t D, int64_t max_length) {
     return kOnCpu ? 0 : std::min(N * H, kSplitRows) * ceil_div(max_length, kSplit) * (2 + D);
+}
+
+// Memory is planned before a model's weights are read: a model that does not fit is told by then.
+int64_t paged_attention_scratch_n(int64_t N, int64_t H, int64_t D, int64_t max_length) {
+    check(D <= kMaxD, "attention over a cache: heads of ", D, " columns are beyond the ", kMaxD,
+          " that its kernels can have");
+    return paged_splits_n(N, H, D, max_length);
 }

@@ -22,6 +22,7 @@ constexpr int64_t kMaxLatentColumns = 1024;  // D of MLA: queries and outputs of
 // Checks the step (pool, page table, chunks) too.
 void paged_attention(const char* operation, const PagedAttention& arguments, const PagedStep& step, Tensor scratch,
                      cudaStream_t stream);
+int64_t paged_splits_n(int64_t N, int64_t H, int64_t D, int64_t max_length);  // floats of its scratch
 
 // New keys and values, and how they are rotated on their way to the pool; without a table they are not.
 struct NewHeads {

@@ -95,6 +95,11 @@ __global__ void __launch_bounds__(kThreads)
             from_float<Number>(fold_chunk<Sum>(sums[i]));
 }
 
+void expect_columns(const char* operation, int64_t W) {
+    check(W <= kMaxLatentColumns, operation, ": rows of R + Dr = ", W, " columns do not fit in shared memory: up to ",
+          kMaxLatentColumns, " are possible");
+}
+
 }  // namespace
 
 void paged_latent_attention_forward(const HeadColumns& out, const HeadColumns& q, const PagedStep& step, Tensor kv_b,
@@ -112,8 +117,7 @@ void paged_latent_attention_forward(const HeadColumns& out, const HeadColumns& q
     expect_aligned(operation, {{"kv_b", kv_b}});
     check(step.pool.dtype == dtype || step.pool.dtype == DType::e4m3, operation, ": step.pool is ", step.pool,
           ", expected ", dtype_name(dtype), " or e4m3");
-    check(W <= kMaxLatentColumns, operation, ": rows of R + Dr = ", W, " columns do not fit in shared memory: up to ",
-          kMaxLatentColumns, " are possible");
+    expect_columns(operation, W);
 
     // scratch = [queries (N, H, W) | o (N, H, R) | that of the attention], each from a multiple of 16 bytes on
     const int64_t queries_n = round_up(N * H * W, 4), o_n = round_up(N * H * R, 4);
@@ -153,5 +157,6 @@ void paged_latent_attention_forward(const HeadColumns& out, const HeadColumns& q
 }
 
 int64_t paged_latent_attention_scratch_n(int64_t N, int64_t H, int64_t R, int64_t Dr, int64_t max_length) {
-    return round_up(N * H * (R + Dr), 4) + round_up(N * H * R, 4) + paged_attention_scratch_n(N, H, R, max_length);
+    expect_columns("attention over a cache of latents", R + Dr);
+    return round_up(N * H * (R + Dr), 4) + round_up(N * H * R, 4) + paged_splits_n(N, H, R, max_length);
 }
