@@ -356,6 +356,7 @@ namespace {
 
 // torch_dtype, here and below, is what save_model writes: float32 whatever the training's precision was, so that
 // nothing is lost. n_ctx is what GPT-2's first readers called n_positions.
+// The three "pdrop" are 0.1 where they are missing: transformers would train a model on with dropout that has had none.
 JsonText gpt2_to_json(const Config& c) {
     return {{"architectures", JsonText::array({"GPT2LMHeadModel"})},
             {"model_type", "gpt2"},
@@ -369,6 +370,9 @@ JsonText gpt2_to_json(const Config& c) {
             {"n_inner", c.F},
             {"layer_norm_epsilon", c.norm_eps},
             {"initializer_range", c.init_std},
+            {"attn_pdrop", 0.0},
+            {"embd_pdrop", 0.0},
+            {"resid_pdrop", 0.0},
             {"tie_word_embeddings", c.tied},
             {"torch_dtype", "float32"}};
 }

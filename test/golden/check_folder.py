@@ -4,8 +4,9 @@
     python3 check_folder.py DIR...
 
 AutoTokenizer and AutoModelForCausalLM must load DIR, and the model must generate from the tokenizer's ids, which are then
-decoded. DIR/encodings.json, if it is there, is a list of {"text": ..., "ids": [...]}: what our tokenizer makes of the text, and
-what AutoTokenizer must make of it, without the tokens that it would add around it; decoding must give the text back.
+decoded. Training on must be without dropout, which our program has none of. DIR/encodings.json, if it is there, is a list of
+{"text": ..., "ids": [...]}: what our tokenizer makes of the text, and what AutoTokenizer must make of it, without the tokens
+that it would add around it; decoding must give the text back.
 
 transformers gives each model of type qwen2 its own Qwen2Tokenizer, which brings text into Unicode's form NFC whatever
 tokenizer.json says: there, texts that are not in this form are left out.
@@ -62,6 +63,8 @@ def check(folder):
                                   ("eos", tokenizer.eos_token_id, model.config.eos_token_id)]:
         if token != token_id:
             fail(f"{folder}: {name}_token_id is {token_id} in config.json, {token} of the tokenizer")
+    if any(module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)):
+        fail(f"{folder}: transformers would train this model with dropout")
     inputs = tokenizer("Line 1 of", return_tensors="pt")
     with torch.no_grad():
         out = model.generate(**inputs, max_new_tokens=5, do_sample=False)[0]
