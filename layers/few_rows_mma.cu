@@ -269,6 +269,7 @@ struct Product {
                             activation},
           n_blocks(its_n_blocks == 0 ? device().sm_count : its_n_blocks), stream(its_stream) {}
     bool gated() const { return s.activation == Activation::swiglu; }
+    bool halved() const { return !gated() && ceil_div(s.O, 16) < 2 * n_blocks; }
     dim3 tiles(int64_t n_outputs, int64_t n_rows) const {
         return dim3(static_cast<unsigned>(ceil_div(s.columns, gated() ? 8 : n_outputs)),
                     static_cast<unsigned>(ceil_div(s.N, 8 * n_rows)));
@@ -289,18 +290,17 @@ void launch_tile(const Product& p, Input input, TileSizes<kOutputs, kRowTiles, k
 // launch(TileSizes) with what a block computes, of up to 8 rows and of any number.
 template <class F>
 void choose_narrow_tile(const Product& p, F&& launch) {
-    const int64_t O = p.s.O;
-    const bool halved = !p.gated() && ceil_div(O, 16) < 2 * p.n_blocks, few_blocks = ceil_div(O, 8) <= 2 * p.n_blocks;
-    if (halved && few_blocks) launch(TileSizes<8, 1, 8>());
-    else if (halved) launch(TileSizes<8, 1, 4>());
-    else if (ceil_div(O, 16) <= 4 * p.n_blocks) launch(TileSizes<16, 1, 4>());
+    const bool few_blocks = ceil_div(p.s.O, 8) <= 2 * p.n_blocks;
+    if (p.halved() && few_blocks) launch(TileSizes<8, 1, 8>());
+    else if (p.halved()) launch(TileSizes<8, 1, 4>());
+    else if (ceil_div(p.s.O, 16) <= 4 * p.n_blocks) launch(TileSizes<16, 1, 4>());
     else launch(TileSizes<16, 1, 8>());
 }
 template <class F>
 void choose_tile(const Product& p, F&& launch) {
     const int64_t N = p.s.N;
     if (N <= 8) choose_narrow_tile(p, launch);
-    else if (N <= 16 && !p.gated() && ceil_div(p.s.O, 16) < 2 * p.n_blocks) launch(TileSizes<8, 2, 4>());
+    else if (N <= 16 && p.halved()) launch(TileSizes<8, 2, 4>());
     else if (N <= 16) launch(TileSizes<16, 2, 4>());
     else if (N > 32 && p.s.C % kLaneColumns == 0 && p.are_enough(p.tiles(64, 8))) launch(TileSizes<64, 8, 1>());
     else if (p.are_enough(p.tiles(32, 4))) launch(TileSizes<32, 4, 1>());

@@ -150,10 +150,8 @@ Product describe_product(const Tensor& out, const Tensor& a, const Tensor& b, co
 }
 
 LaunchCost cost_of(const Product& p, Tensor out, Tensor a, Tensor b, const MatmulOptions& o) {
-    const bool is_factor = o.added && (o.added.data == a.data || o.added.data == b.data);  // which is read anyway
-    const int64_t old = o.beta != 0.0f && !is_factor ? bytes_of(out) : 0, rows = p.batch_count * p.M;
-    const int64_t factors = bytes_of(a) + (b.data == a.data ? 0 : bytes_of(b));  // of X X^T X is read
-    return {.reads = factors + bytes_of(o.bias, o.gelu_input, o.a_scale, o.b_scale) + old,
+    const int64_t rows = p.batch_count * p.M;
+    return {.reads = bytes_multiplied(out, a, b, o) + bytes_of(o.bias, o.gelu_input, o.a_scale, o.b_scale),
             .writes = bytes_of(out, o.before_gelu, o.a_row_sums),
             .again = o.a_row_sums ? bytes_of(a) : 0,  // cuBLASLt sums the rows after the product
             .flops = 2.0 * static_cast<double>(rows) * static_cast<double>(p.N * p.K),

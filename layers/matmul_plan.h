@@ -30,6 +30,14 @@ struct Product {
 // then the number of matrices, the size of heads, "added", and the kinds of scales, where there are any.
 std::string name_of(const Product& product);
 
+// The distinct bytes that a product reads of its factors and of what is added to it: in X X^T and in X + A X some of
+// these are the same matrix.
+inline int64_t bytes_multiplied(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOptions& o) {
+    const Tensor added = o.added ? o.added : out;
+    const bool reads_added = o.beta != 0.0f && added.data != a.data && added.data != b.data;
+    return bytes_of(a) + (b.data == a.data ? 0 : bytes_of(b)) + (reads_added ? bytes_of(added) : 0);
+}
+
 // What computes a product: cuBLASLt; our own product for Hopper (hopper_matmul.h); or parts (multiply_in_parts).
 enum class MatmulWay : uint8_t { cublas_lt, hopper, parts };
 // By cuBLASLt or by ours, whichever has been chosen. MatmulWay::parts: nothing was done, because neither has the

@@ -10,7 +10,7 @@
 // have none of them where time matters, so this is for being right: float32 sums in the order of k, whatever the shape.
 // How a product is made fast, dev/matmul.cu shows.
 #include "core/kernel.cuh"
-#include "layers/layers.h"
+#include "layers/matmul_plan.h"
 
 namespace {
 
@@ -64,9 +64,7 @@ void plain_matmul(Tensor out, Tensor a, Tensor b, const MatmulOptions& options, 
         if (out.dtype == a.dtype) launch(zero, zero);
         else launch(zero, 0.0f);
     });
-    const bool is_factor = options.added && (options.added.data == a.data || options.added.data == b.data);
-    const int64_t old = options.beta != 0.0f && !is_factor ? bytes_of(out) : 0;
-    launched("plain_matmul_kernel", {.reads = bytes_of(a, b, options.bias) + old,
+    launched("plain_matmul_kernel", {.reads = bytes_multiplied(out, a, b, options) + bytes_of(options.bias),
                                      .writes = bytes_of(out),
                                      .flops = 2.0 * static_cast<double>(n * K),
                                      .product = {n / N, N, K}});

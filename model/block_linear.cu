@@ -43,6 +43,11 @@ void own_backward_weight(const Linear& linear, Tensor dbias, Tensor dout, Tensor
     else fp8_linear_backward_weight(linear.dweight, dbias, dout, inp, scaled_by, recipe, accumulate, scratch, stream);
 }
 
+// Does this rank compute the layer's products alone?
+bool is_alone(const Model& model, const Linear& linear) {
+    return !model.tensor_parallel || linear.crossing == Crossing::inside;
+}
+
 // Tensor parallelism: products of layers that read the residual stream, or write it, with other ranks. `own` is the
 // product of this rank alone.
 struct Crossed {
@@ -52,7 +57,7 @@ struct Crossed {
     const cudaStream_t stream;
     const Tensor dbias = {};  // of backward_weight, if it is to be computed
 
-    bool is_alone() const { return !model.tensor_parallel || linear.crossing == Crossing::inside; }
+    bool is_alone() const { return ::is_alone(model, linear); }
     bool enters() const { return linear.crossing == Crossing::enters; }
     ColumnGeometry* geometry() const { return model.tensor_parallel->geometry(); }
     OneD& one_d() const { return model.tensor_parallel->one_d(); }
@@ -114,8 +119,8 @@ struct Crossed {
 }  // namespace
 
 bool is_few_rows(const BlockContext& b, const Linear& linear) {
-    const bool alone = !b.model.tensor_parallel || linear.crossing == Crossing::inside;
-    return has_cache(b) && alone && !linear.quantised.codes.exists() && !b.saved.fp8 && !device().is_cpu;
+    return has_cache(b) && is_alone(b.model, linear) && !linear.quantised.codes.exists() && !b.saved.fp8 &&
+           !device().is_cpu;
 }
 // Is this the layer that reads the norm in front of the sub-layer?
 static bool forms_norm(const BlockContext& b, Tensor inp) { return b.norm && b.norm->out.data == inp.data; }
@@ -197,10 +202,10 @@ void block_linear_gelu_backward_input(const BlockContext& b, const Linear& linea
 
 bool block_linear_delta_backward_input(const BlockContext& b, const Linear& linear, Tensor dattended,
                                        const FlashDelta& delta, Tensor dout, Tensor attended) {
-    const bool alone = !b.model.tensor_parallel || linear.crossing == Crossing::inside;
-    if (alone && !b.saved.fp8) linear_delta_backward_input(dattended, delta, dout, linear.weight, attended, b.stream);
+    const bool with_delta = is_alone(b.model, linear) && !b.saved.fp8;
+    if (with_delta) linear_delta_backward_input(dattended, delta, dout, linear.weight, attended, b.stream);
     else block_linear_backward_input(b, linear, dattended, dout);
-    return alone && !b.saved.fp8;
+    return with_delta;
 }
 
 void block_linear_backward_weight(const BlockContext& b, const Linear& linear, Tensor dout, Tensor inp) {
