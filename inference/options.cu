@@ -224,7 +224,7 @@ void settle(GenerateOptions& o, const Typed& typed, const CommandLine& line) {
           "--draft proposes tokens that are drawn next: it cannot be combined with --lookup, --beams or --eval");
     check(o.engine.lookup == 0 || (o.beams == 0 && o.eval.empty()),
           "--lookup proposes tokens that are drawn next: it cannot be combined with --beams or --eval");
-    const int64_t most_ranks = o.plan ? 1 << 16 : 1024;  // check_rank_options
+    const int64_t most_ranks = o.plan ? kMostPlannedRanks : kMostRanks;
     check(o.tp >= 1 && o.tp <= most_ranks, "--tp ", o.tp, ": it must be from 1 to ", most_ranks);
     check(o.tp == 1 || typed.graphs != "on",
           "--graphs on cannot be combined with --tp: the ranks' messages are in no graph");

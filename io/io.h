@@ -349,6 +349,7 @@ class CheckpointWriter {
     CheckpointWriter(const std::string& run_folder, int64_t step);
     ~CheckpointWriter();                                      // removes the folder if commit() was not reached
     const std::string& folder() const { return temporary_; }  // write the files here
+    const std::string& final_folder() const { return final_; }
     // Makes the folder final, and removes all older checkpoints but the newest `keep` (this one counts; 0 keeps all),
     // and those of later steps: they were broken, so that the run was resumed from one before them. That of step
     // `best` stays beside the newest. Returns what went wrong once this one was in its place, as one that cannot be

@@ -204,10 +204,7 @@ int64_t time_for_name(const std::string& folder, const std::string& prefix) {
 
 CsvLog::CsvLog(const std::string& path, int64_t resume_step) : path_(path) {
     std::string kept = csv_header();
-    std::error_code error;
-    const bool is_old = resume_step >= 0 && std::filesystem::exists(path, error);
-    check(!error, "cannot read ", path, ": ", error.message());  // not taken for none: its rows would be lost
-    if (is_old) {
+    if (resume_step >= 0 && is_there(path)) {
         for_each_row(path, [&](const LogRow& row, std::string_view line) {
             if (row.step <= resume_step) kept += line;
         });

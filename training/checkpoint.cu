@@ -351,7 +351,7 @@ std::string write_checkpoint(Trainer& t, int64_t step) {
             }
             write_state(folder, state_after(t, step));
             const std::string left = writer->commit(static_cast<int>(t.options.keep), t.best ? t.best->step : 0);
-            t.options.checkpoint = std::filesystem::path(folder).replace_extension().string();  // without ".tmp"
+            t.options.checkpoint = writer->final_folder();
             if (!left.empty()) end_progress_line(), std::fprintf(stderr, "train_gpt: %s\n", left.c_str());
         });
     return fault;

@@ -110,11 +110,10 @@ void choose_compression(TrainOptions& o, const std::string& name) {
 
 // Before they are multiplied with each other.
 void check_axes(const TrainOptions& o) {
-    constexpr int64_t kMostRanks = 1 << 16;  // of a plan (check_rank_options)
     for (const auto& [flag, n] : {std::pair("--tp", o.tp), {"--cp", o.cp}, {"--pp", o.pp}})
         check(n >= 1, flag, " must be at least 1");
     for (const auto& [flag, n] : {std::pair("--tp", o.tp), {"--cp", o.cp}, {"--pp", o.pp}, {"--tp-depth", o.tp_depth}})
-        check(n <= kMostRanks, flag, " ", n, ": at most ", kMostRanks, " ranks can be planned");
+        check(n <= kMostPlannedRanks, flag, " ", n, ": at most ", kMostPlannedRanks, " ranks can be planned");
 }
 
 void check_options(const TrainOptions& o) {

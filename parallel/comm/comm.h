@@ -278,6 +278,8 @@ struct RankOptions {
 //     its text. Under mpirun the line is printed and MPI ends the other processes; exit status 2.
 //   - A rank that waits for longer than timeout_s ends the job, with what it waits for, and who is missing since when.
 void run_ranks(const RankOptions& options, const std::function<void(Comm& world)>& f);
+// How many ranks a run can have, and a plan that starts none of them.
+constexpr int kMostRanks = 1024, kMostPlannedRanks = 1 << 16;
 // Error for options that run_ranks cannot follow, before it has begun: so that a program can say it in one line, and
 // not each process for itself.
 void check_rank_options(const RankOptions& options);

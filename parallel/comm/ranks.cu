@@ -294,7 +294,7 @@ void check_rank_options(const RankOptions& options) {
     const std::string& comm = options.comm;
     check(comm == "auto" || comm == "threads" || comm == "mpi" || comm == "nccl", "--comm ", comm,
           ": use auto, threads, mpi or nccl");
-    const int most = options.planning ? 1 << 16 : 1024;
+    const int most = options.planning ? kMostPlannedRanks : kMostRanks;
     check(options.ranks >= 0 && options.ranks <= most, "--ranks ", options.ranks, ": a number of ranks from 1 to ",
           most);
     check(options.timeout_s > 0, "--comm-timeout ", options.timeout_s, ": seconds, more than 0");
