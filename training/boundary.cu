@@ -27,7 +27,7 @@
 // The update follows the graph: what kernels are given is part of a graph, and they are given the learning rate and the
 // number of updates. For AdamW and most others that is one launch, and there is nothing to gain: if the kernel read
 // these numbers from memory, a launch or a copy would have to bring them there. Adafactor has six launches a unit, Muon
-// 31 a matrix, and fp8 quantises the weights; the host launches these while the device works on the graph.
+// 21 a matrix, and fp8 quantises the weights; the host launches these while the device works on the graph.
 #include "training/training.h"
 
 #include <bit>
