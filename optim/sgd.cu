@@ -1,5 +1,5 @@
 // Gradient descent: plain, with momentum, and with Nesterov momentum.
-//              (Robbins & Monro 1951; Polyak 1964; Nesterov 1983; in this form: Sutskever et al. 2013, PMLR 28(3))
+//              (Robbins & Monro 1951; Polyak 1964; Nesterov 1983; for networks: Sutskever et al. 2013, PMLR 28(3))
 //
 //   g = g + weight_decay * w
 //   sgd        w = w - lr g
@@ -8,7 +8,8 @@
 //
 // Where the loss is a narrow valley, plain descent jumps from one side to the other. In m these gradients cancel, and
 // those along the valley add up to 1 / (1 - momentum) times one of them. So with a momentum of 0.9 the same lr makes
-// steps ten times as long as in sgd.
+// steps ten times as long as in sgd. As in PyTorch m has no lr: where lr changes, the whole step does at once. (Polyak
+// and Sutskever et al. add lr g to m, and subtract m.)
 #include "core/kernel.cuh"
 #include "optim/elementwise.cuh"
 
