@@ -20,9 +20,9 @@
 // All ranks decode the same codes, so that all ranks have the same bits; and all sums are in rank order and float32.
 //
 //     bf16   no error is kept: to round to 8 bits is an error without a direction          2 bytes a number
-//     fp8    blocks of 1024 numbers with a scale: e4m3, whose three digits' error is half
-//            of e5m2's. Its range, 2^-9 .. 448, is enough inside a block, and what is
-//            below comes back by the error                                                  1 + 4/1024
+//     fp8    blocks of 1024 numbers with a scale: e4m3, whose three bits of mantissa have half
+//            the error of e5m2's two. Its range, 2^-9 .. 448, is enough inside a block, and
+//            what is below comes back by the error                                          1 + 4/1024
 //     1bit   the sign, times the mean of |x| over the block: of all +-s the nearest to x    1/8 + 4/1024
 //
 // A block belongs to one parameter: the scale of a matrix is none for a norm's weight. power_sgd.cu has the fourth.
