@@ -15,7 +15,7 @@
 //
 //   a block               reads for each multiply-add
 //    8 outputs x  8 rows  the weight once for up to 8 rows (or 16, 32): the limit is the memory, as it is for one row
-//   16 outputs x  8 rows
+//    8 x 16, 16 x 8
 //   16 x 16, 16 x 32
 //   32 x 32
 //   64 x 64               (64 + 64) 2 / (64 64) = 1/16 byte, of the second-level cache
@@ -28,7 +28,7 @@
 // more of these than let three or four blocks share a multiprocessor, and asks for less where four have to. Where even
 // that does not make room for all blocks, they come in rounds: then two share it, and ask for more.
 //
-// Of up to 8 rows the block also computes what follows a feed-forward's first product, GELU or SwiGLU, of the product
+// Of up to 16 rows the block also computes what follows a feed-forward's first product, GELU or SwiGLU, of the product
 // rounded to T, as the kernels that do it by themselves read it. For SwiGLU a block has 8 outputs and the 8 that stand
 // O / 2 rows of the weight behind them: gates and what they multiply.
 //
