@@ -143,13 +143,14 @@ class PagedCache {
 //
 // In this order, each step skipped where its option has its default:
 //   1. logit_bias      x[v] += bias
-//   2. penalties       of tokens v seen before:                       (Keskar et al. 2019, arXiv:1909.05858; OpenAI)
+//   2. penalties       of tokens v seen before:             (OpenAI; repetition: Keskar et al. 2019, arXiv:1909.05858,
+//                                                            who divide x below 0, too; transformers multiplies it)
 //        repetition    x[v] = x[v] > 0 ? x[v] / r : x[v] * r          v in the prompt or the answer
 //        presence      x[v] -= presence                               v in the answer
 //        frequency     x[v] -= frequency * (times v is in the answer)
 //   3. temperature     x = x / temperature; 0: the largest x, the first of equals (greedy), and nothing below applies
 //   4. top_k           only the k largest                             (and all that equal the k-th)
-//   5. top_p           of the others, with p = softmax(x): the fewest largest whose p add up to at least top_p
+//   5. top_p           of these, with p = softmax(x): the fewest largest whose p add up to at least top_p
 //                      (and all that equal the last of them)          (Holtzman et al. 2020, arXiv:1904.09751)
 //   6. min_p           only those with p[v] >= min_p * largest p      (Nguyen et al. 2024, arXiv:2407.01082)
 //   7. the token       drawn with p of what is left, by a random number of each token: Philox of (seed, which sample,
