@@ -3,7 +3,7 @@
 // A head's D numbers are D/2 points of the plane, (x_i, x_{i+D/2}); at position t point i is rotated by the angle
 // t w_i. In a row of several documents positions count from the beginning of each.
 //
-//   forward     y1 = x1 cos - x2 sin               w_i = base^(-2i/D): from one radian per token (i = 0) down to 1/base
+//   forward     y1 = x1 cos - x2 sin               w_i = base^(-2i/D): 1 radian a token (i = 0) to nearly 1/base
 //               y2 = x2 cos + x1 sin
 //   backward    dx1 = dy1 cos + dy2 sin            a rotation's inverse and its transpose are the rotation back:
 //               dx2 = dy2 cos - dy1 sin            the same kernel with -sin
