@@ -7,7 +7,7 @@
 //       spread_heads     to[token(t)][h][d]   = from[t][h][d]           token(t): of row t of these chunks
 //       collect_heads    to[t][h][d]          = from[token(t)][h][d]
 //
-// Bytes: each number is read once and written once. Memory limits all of them.
+// Bytes: each number is read once and written once; add_heads also reads what it adds to. Memory limits all of them.
 #include "layers/chunk.cuh"
 #include "layers/layers.h"
 
