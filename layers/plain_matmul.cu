@@ -46,8 +46,19 @@ Strides strides_of(const Tensor& x, bool transposed) {
 void plain_matmul(Tensor out, Tensor a, Tensor b, const MatmulOptions& options, cudaStream_t stream) {
     check(a.dtype == b.dtype && (out.dtype == a.dtype || out.dtype == DType::f32), "plain_matmul: there is no product ",
           out, " of ", a, " and ", b);
+    check((out.ndim == 2 || out.ndim == 3) && a.ndim == out.ndim, "plain_matmul: out is ", out, " and a is ", a,
+          ", expected (M, N) and (M, K), or batches of them");
     const int64_t n = out.n(), N = out.cols(), M = out.shape[out.ndim - 2];
     const int64_t K = a.shape[options.transpose_a ? a.ndim - 2 : a.ndim - 1];
+    const auto expect_matrix = [&](const char* argument, const Tensor& x, DType dtype, int64_t rows, int64_t cols) {
+        if (out.ndim == 3) expect("plain_matmul", argument, x, dtype, {out.shape[0], rows, cols});
+        else expect("plain_matmul", argument, x, dtype, {rows, cols});
+    };
+    expect_matrix("out", out, out.dtype, M, N);
+    expect_matrix("a", a, a.dtype, options.transpose_a ? K : M, options.transpose_a ? M : K);
+    expect_matrix("b", b, a.dtype, options.transpose_b ? N : K, options.transpose_b ? K : N);
+    if (options.added) expect_matrix("added", options.added, out.dtype, M, N);
+    if (options.bias) expect("plain_matmul", "bias", options.bias, out.dtype, {N});
     if (n == 0) return;
     const unsigned blocks = static_cast<unsigned>(narrow(ceil_div(n, int64_t{256}), "plain_matmul: blocks"));
     const auto launch = [&](auto factor, auto result) {

@@ -433,6 +433,21 @@ TEST_CASE("matmul says what is wrong with its arguments", "[matmul][errors]") {
     CHECK_THROWS_WITH(matmul(out, nothing, none, {}, s), ContainsSubstring("matmul: K is 0"));
 }
 
+TEST_CASE("plain_matmul says what is wrong with its arguments", "[matmul][errors]") {
+    Buffer a(DType::f32, {4, 8}), b(DType::f32, {8, 5}), out(DType::f32, {4, 5}), row(DType::f32, {5}),
+        wide(DType::f32, {4, 6}), cube(DType::f32, {2, 4, 5}), cube_a(DType::f32, {2, 4, 8});
+    const auto s = device().stream;
+    CHECK_THROWS_WITH(plain_matmul(wide, a, b, {}, s),
+                      ContainsSubstring("plain_matmul: b is f32 (8, 5), expected f32 (8, 6)"));
+    CHECK_THROWS_WITH(plain_matmul(out, b, b, {}, s), ContainsSubstring("plain_matmul: a is f32 (8, 5), expected"));
+    CHECK_THROWS_WITH(plain_matmul(row, a, b, {}, s), ContainsSubstring("plain_matmul: out is f32 (5)"));
+    CHECK_THROWS_WITH(plain_matmul(cube, cube_a, b, {}, s), ContainsSubstring("expected f32 (2, 8, 5)"));
+    CHECK_THROWS_WITH(plain_matmul(out, a, {}, {}, s), ContainsSubstring("plain_matmul: b is no tensor"));
+    CHECK_THROWS_WITH(plain_matmul(out, a, b, {.bias = a}, s), ContainsSubstring("plain_matmul: bias is f32 (4, 8)"));
+    CHECK_THROWS_WITH(plain_matmul(out, a, b, {.beta = 1.0f, .added = b}, s),
+                      ContainsSubstring("plain_matmul: added is f32 (8, 5), expected f32 (4, 5)"));
+}
+
 TEST_CASE("matmul of fp8 factors", "[matmul]") {
     if (!has_fp8()) SKIP_TEST(kNeedsFp8);
     // Small integers and powers of two: every sum is exact, so that each scale, bias and transpose is seen, not how
