@@ -386,12 +386,24 @@ void few_rows_activated_forward(Tensor out, Tensor before, Tensor inp, Tensor we
 void few_rows_normed_forward(Tensor out, Tensor before, const NormInFront& norm, Tensor weight, Tensor bias,
                              Activation activation, cudaStream_t stream) {
     const char* name = "few_rows_normed_forward";
-    const int64_t C = weight.shape[1];
-    for (const auto& [argument, tensor] : {std::pair{"inp", norm.inp}, {"branch", norm.branch}, {"sum", norm.sum}})
-        if (tensor) expect(name, argument, tensor, weight.dtype, {norm.inp.shape[0], C});
+    const bool gated = activation == Activation::swiglu;
+    const int64_t N = norm.inp.shape[0], O = weight.shape[0], C = weight.shape[1];
+    expect(name, "inp", norm.inp, weight.dtype, {N, C});
+    if (norm.branch) expect(name, "branch", norm.branch, weight.dtype, {N, C});
+    if (norm.branch || norm.sum) expect(name, "sum", norm.sum, weight.dtype, {N, C});
+    expect(name, "norm.weight", norm.weight, weight.dtype, {C});
+    if (norm.bias) expect(name, "norm.bias", norm.bias, weight.dtype, {C});
+    check(!gated || O % 2 == 0, name, ": the weight ", weight, " has no two halves");
+    expect(name, "out", out, weight.dtype, {N, gated ? O / 2 : O});
+    expect_few_rows(name, gated ? before : out, norm.inp, bias, O);
+    expect_aligned(name, {{"out", out},
+                          {"branch", norm.branch},
+                          {"sum", norm.sum},
+                          {"norm.weight", norm.weight},
+                          {"norm.bias", norm.bias},
+                          {"weight", weight}});
     if (!kOnCpu && weight.dtype != DType::f32 && few_rows_mma_takes_norm(norm, weight)) {
         check(norm.sum.data != norm.inp.data || !norm.branch, name, ": sum is inp, which all blocks read");
-        expect_few_rows(name, activation == Activation::swiglu ? before : out, norm.inp, bias, weight.shape[0]);
         return few_rows_mma_normed_forward(out, norm, weight, bias, stream, 0, activation);
     }
     if (norm.bias)

@@ -288,6 +288,28 @@ TEST_CASE("few rows: a norm in front of a product, in one launch or several", "[
     narrower.inp = inp;
     CHECK_THROWS_AS(few_rows_normed_forward(out, {}, narrower, weight, {}, Activation::none, stream), Error);
 }
+TEST_CASE("few rows: a norm in front of a product says what is wrong, and writes nothing", "[few_rows][errors]") {
+    const DType dtype = DType::bf16;
+    Buffer inp(dtype, {1, 40}, random_values(40, 1)), weight(dtype, {8, 40}), scale(dtype, {40}), wide(dtype, {48}),
+        row(dtype, {1, 40}, random_values(40, 2)), sum(dtype, {1, 40}), rstd(DType::f32, {1}), out(dtype, {1, 8}),
+        before(dtype, {1, 8}), gated(dtype, {1, 4});
+    const NormInFront norm{row, sum, {}, rstd, inp, inp, scale, {}, 1e-5f};
+    const auto written = row.bits();
+    const auto check_named = [&](Tensor to, const NormInFront& its, Activation activation, const std::string& message) {
+        CHECK_THROWS_WITH(few_rows_normed_forward(to, before, its, weight, {}, activation, device().stream),
+                          ContainsSubstring("few_rows_normed_forward: " + message));
+    };
+    check_named(gated, norm, Activation::none, "out is bf16 (1, 4), expected bf16 (1, 8)");
+    check_named(out, norm, Activation::swiglu, "out is bf16 (1, 8), expected bf16 (1, 4)");
+    NormInFront wrong = norm;
+    wrong.weight = wide;
+    check_named(out, wrong, Activation::none, "norm.weight is bf16 (48), expected bf16 (40)");
+    wrong = norm, wrong.bias = wide;
+    check_named(out, wrong, Activation::none, "norm.bias is bf16 (48), expected bf16 (40)");
+    wrong = norm, wrong.sum = {};
+    check_named(out, wrong, Activation::none, "sum is no tensor");
+    CHECK(row.bits() == written);
+}
 
 TEST_CASE("few rows: codes are rounded to nearest, and the largest weight has the largest code", "[few_rows]") {
     for (const WeightFormat format : kFormats)
