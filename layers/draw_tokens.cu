@@ -87,6 +87,7 @@ __global__ void __launch_bounds__(kDrawThreads)
 void draw_tokens(Tensor results, Tensor x, Tensor distributions, Tensor rules, cudaStream_t stream) {
     const int64_t rows = expect_rows("draw_tokens", x, distributions, rules);
     expect("draw_tokens", "results", results, DType::i32, {rows, -1});
+    check(results.shape[1] >= 1, "draw_tokens: results is ", results, ", expected a column for the token");
     if (rows == 0) return;
     EarlyLaunch(static_cast<unsigned>(rows), kDrawThreads, 0, stream)(
         "draw_kernel", draw_kernel, results.ptr<int>(), x.ptr<float>(), structs<SamplingDistribution>(distributions),

@@ -82,6 +82,7 @@ void log_probabilities(Tensor results, Tensor logits, Tensor rules, int64_t V, c
     const int64_t rows = logits.shape[0], Vp = logits.shape[1];
     check(V > 0 && V <= Vp, operation, ": V = ", V, " tokens do not fit in logits ", logits);
     expect(operation, "results", results, DType::i32, {rows, -1});
+    check(results.shape[1] >= 2, operation, ": results is ", results, ", expected 2 + 2 n columns for n tokens");
     expect(operation, "rules", rules, DType::i32, {rows, kStructN<SamplingRule>});
     if (rows == 0) return;
     dispatch_chunks(logits.dtype, row_n_of_chunks(logits), [&](auto chunk) {

@@ -205,6 +205,14 @@ TEST_CASE("sampling: options out of range are named", "[sampling]") {
     Buffer wide(DType::f32, {1, (1 << 18) + 1});
     TestSampler too_wide(1, (1 << 18) + 1);
     CHECK_THROWS_WITH(too_wide.draw(wide, {{&o}}), ContainsSubstring("V = 262145 tokens; at most 262144"));
+
+    Buffer x(DType::f32, {3, 32}), distributions(DType::i32, {3, kStructN<SamplingDistribution>}),
+        rules(DType::i32, {3, kStructN<SamplingRule>}), results(DType::i32, {3, 1});
+    CHECK_THROWS_WITH(log_probabilities(results, logits, rules, 10, device().stream),
+                      ContainsSubstring("results is i32 (3, 1), expected 2 + 2 n columns"));
+    const Tensor none = make_tensor(results.tensor().data, DType::i32, {3, 0});
+    CHECK_THROWS_WITH(draw_tokens(none, x, distributions, rules, device().stream),
+                      ContainsSubstring("draw_tokens: results is i32 (3, 0), expected a column for the token"));
 }
 
 // test/golden/sampling/make_sampling_golden.py has the same formula.
