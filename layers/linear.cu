@@ -58,6 +58,7 @@ void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor in
     MatmulOptions options{.transpose_a = true, .beta = accumulate ? 1.0f : 0.0f};
     const bool one_dtype = dbias.dtype == dweight.dtype, rounds_twice = accumulate && dbias.dtype != DType::f32;
     if (!dbias || !one_dtype || rounds_twice) {
+        if (dbias) scratch_as(name, scratch, {column_sum_scratch_n(N, O)});  // before dweight is written
         matmul(dweight, dout, inp, options, stream);
         if (dbias) column_sum(dbias, dout, accumulate, scratch, stream);
         return;

@@ -205,6 +205,11 @@ TEST_CASE("linear says what is wrong with its arguments", "[linear][errors]") {
                       ContainsSubstring("linear_backward_weight: dbias"));
     CHECK_THROWS_WITH(linear_backward_weight(w, b, y, x, true, scratch, s),
                       ContainsSubstring("scratch is f32 (1), expected f32 of at least 69"));
+    Buffer w16(DType::bf16, {5, 8}, random_values(40, 1)), y16(DType::bf16, {4, 5}, random_values(20, 2));
+    const auto before = w16.bits();  // a dbias of another dtype is summed after the product: dweight is not written
+    CHECK_THROWS_WITH(linear_backward_weight(w16, b, y16, half, true, {}, s),
+                      ContainsSubstring("scratch is no tensor"));
+    CHECK(w16.bits() == before);
     const Tensor shifted = make_tensor(static_cast<char*>(x.tensor().data) + 4, DType::f32, {4, 8});
     CHECK_THROWS_WITH(linear_forward(y, shifted, w, b, s), ContainsSubstring("a starts at"));
 }
