@@ -144,6 +144,7 @@ void launch(const char* operation, Tensor losses, Tensor logits, Tensor targets,
     expect(operation, "targets", targets, DType::i32, {N});
     expect_aligned(operation, {{"logits", logits}});
     const int n_tokens = narrow(V, "vocabulary"), n_columns = narrow(Vp, "columns of logits");
+    if (N == 0) return;
     dispatch_chunks(logits.dtype, Vp, [&](auto chunk) {
         using T = typename decltype(chunk)::Element;
         constexpr int kN = decltype(chunk)::n;
@@ -194,6 +195,7 @@ void cross_entropy_forward_backward(Tensor losses, Tensor logits, Tensor targets
 // Launches f's kernel for rows of logits: f(chunk, teams) with the type of an element and how many a thread loads.
 template <class F>
 static void launch_rows(Tensor logits, F&& f) {
+    if (logits.shape[0] == 0) return;
     dispatch_chunks(logits.dtype, logits.shape[1],
                     [&](auto chunk) { f(chunk, row_teams(logits.shape[0], logits.shape[1], decltype(chunk)::n)); });
 }
@@ -232,6 +234,7 @@ void cross_entropy_rescale(Tensor sums, Tensor max, Tensor all_max, cudaStream_t
     expect("cross_entropy_rescale", "sums", sums, DType::f32, {N, 2});
     expect("cross_entropy_rescale", "max", max, DType::f32, {N});
     expect("cross_entropy_rescale", "all_max", all_max, DType::f32, {N});
+    if (N == 0) return;
     cross_entropy_rescale_kernel<<<static_cast<unsigned>(ceil_div(N, kSumThreads)), kSumThreads, 0, stream>>>(
         sums.ptr<float>(), max.ptr<float>(), all_max.ptr<float>(), N);
     // Of sums the first number of each pair.

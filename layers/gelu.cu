@@ -74,6 +74,7 @@ void gelu_forward(Tensor out, Tensor inp, cudaStream_t stream) {
     expect_like_inp("gelu_forward", "out", out, inp);
     expect_aligned("gelu_forward", {{"out", out}, {"inp", inp}});
     const int64_t n = inp.n();
+    if (n == 0) return;
     dispatch(inp.dtype, [&](auto zero) {
         using T = decltype(zero);
         gelu_forward_kernel<T><<<blocks_for(n, kChunk<T>), 256, 0, stream>>>(out.ptr<T>(), inp.ptr<T>(), n);
@@ -87,6 +88,7 @@ void gelu_backward(Tensor dinp, Tensor dout, Tensor inp, cudaStream_t stream) {
     expect_like_inp("gelu_backward", "dout", dout, inp);
     expect_aligned("gelu_backward", {{"dinp", dinp}, {"dout", dout}, {"inp", inp}});
     const int64_t n = inp.n();
+    if (n == 0) return;
     dispatch(inp.dtype, [&](auto zero) {
         using T = decltype(zero);
         gelu_backward_kernel<T>

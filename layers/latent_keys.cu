@@ -109,6 +109,7 @@ int64_t check_all(const char* name, const char* keys_name, const HeadColumns& ke
 void latent_keys_forward(const HeadColumns& keys, const HeadColumns& own, const HeadColumns& shared,
                          cudaStream_t stream) {
     const int64_t common = check_all("latent_keys_forward", "keys", keys, "own", own, "shared", shared);
+    if (keys.rows.n() == 0) return;
     dispatch_chunks(keys.rows.dtype, common, [&](auto chunk) {
         using T = typename decltype(chunk)::Element;
         constexpr int kN = decltype(chunk)::n;
@@ -124,6 +125,7 @@ void latent_keys_forward(const HeadColumns& keys, const HeadColumns& own, const 
 void latent_keys_backward(const HeadColumns& down, const HeadColumns& dshared, const HeadColumns& dkeys,
                           cudaStream_t stream) {
     const int64_t common = check_all("latent_keys_backward", "dkeys", dkeys, "down", down, "dshared", dshared);
+    if (dkeys.rows.n() == 0) return;
     dispatch_chunks(dkeys.rows.dtype, common, [&](auto chunk) {
         using T = typename decltype(chunk)::Element;
         constexpr int kN = decltype(chunk)::n;

@@ -32,6 +32,7 @@ void residual_add(Tensor out, Tensor inp, Tensor branch, cudaStream_t stream) {
     expect(name, "branch", branch, inp.dtype, {inp.shape[0], inp.shape[1]});
     expect_aligned(name, {{"out", out}, {"inp", inp}, {"branch", branch}});
     const int64_t n = inp.n();
+    if (n == 0) return;
     dispatch(inp.dtype, [&](auto zero) {
         using T = decltype(zero);
         const unsigned blocks = static_cast<unsigned>(narrow(ceil_div(n, int64_t{256} * kChunk<T>), name));

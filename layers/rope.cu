@@ -192,6 +192,7 @@ void rotate(const char* operation, const char* argument, const HeadColumns& head
     check(positions || table.shape[0] >= T, operation, ": table is ", table, ", expected a row for each of T = ", T,
           " positions");
     expect_aligned(operation, {{argument, rows}});
+    if (B * T == 0) return;
     // Packed loads need every head, and each half of it, on a whole number of chunks. (So are the table's rows then.)
     int64_t chunk_columns = std::gcd(std::gcd(half, heads.column), std::gcd(heads.head_stride(), columns));
     if (!is_aligned(table.data, 16)) chunk_columns = 1;

@@ -85,6 +85,7 @@ void swiglu_forward(Tensor out, Tensor inp, cudaStream_t stream) {
     check(out.data && inp.data, "swiglu_forward: out is ", out, ", inp is ", inp);
     expect("swiglu_forward", "inp", inp.view({inp.rows(), inp.cols()}), out.dtype, {N, 2 * F});
     expect_aligned("swiglu_forward", {{"out", out}, {"inp", inp}});
+    if (out.n() == 0) return;
     dispatch_chunks(out.dtype, F, [&](auto chunk) {
         using T = typename decltype(chunk)::Element;
         constexpr int kN = decltype(chunk)::n;
@@ -100,6 +101,7 @@ void swiglu_backward(Tensor dinp, Tensor dout, Tensor inp, cudaStream_t stream) 
     expect("swiglu_backward", "inp", inp.view({inp.rows(), inp.cols()}), dout.dtype, {N, 2 * F});
     expect("swiglu_backward", "dinp", dinp.view({dinp.rows(), dinp.cols()}), dout.dtype, {N, 2 * F});
     expect_aligned("swiglu_backward", {{"dinp", dinp}, {"dout", dout}, {"inp", inp}});
+    if (dout.n() == 0) return;
     dispatch_chunks(dout.dtype, F, [&](auto chunk) {
         using T = typename decltype(chunk)::Element;
         constexpr int kN = decltype(chunk)::n;

@@ -20,3 +20,29 @@ TEST_CASE("residual_add rounds the exact sum once", "[residual][counted]") {
     Buffer small(DType::f32, {2, 8}), wide(DType::f32, {2, 9});
     CHECK_THROWS_WITH(residual_add(small, small, wide, device().stream), ContainsSubstring("branch"));
 }
+
+TEST_CASE("operations on no rows do nothing", "[residual][gelu][swiglu][cross_entropy][heads]") {
+    Buffer memory(DType::f32, {64}), integers(DType::i32, {4});
+    const cudaStream_t s = device().stream;
+    const auto none = [&](std::initializer_list<int64_t> dims) {
+        return make_tensor(memory.tensor().data, DType::f32, dims);
+    };
+    const Tensor rows = none({0, 16}), half = none({0, 8}), losses = none({0}), sums = none({0, 2}),
+                 targets = make_tensor(integers.tensor().data, DType::i32, {0});
+    const HeadColumns head{none({1, 0, 16}), 1, 16}, part{none({1, 0, 8}), 1, 8};
+    const Tensor lse = none({1, 1, 0}), table = none({4, 16});
+    residual_add(rows, rows, rows, s);
+    gelu_forward(rows, rows, s), gelu_backward(rows, rows, rows, s);
+    swiglu_forward(half, rows, s), swiglu_backward(rows, half, rows, s);
+    cross_entropy_forward(losses, rows, targets, 16, s);
+    cross_entropy_forward_backward(losses, rows, targets, 16, 1.0f, s);
+    cross_entropy_parts(losses, sums, rows, targets, 0, 16, s);
+    cross_entropy_rescale(sums, losses, losses, s);
+    cross_entropy_finish(losses, rows, targets, losses, sums, 0, 16, 1.0f, s);
+    copy_heads(head, head, s), add_heads(head, head, s);
+    rope_forward(head, RopePairs::halves, {}, table, s);
+    latent_keys_forward(head, part, part, s), latent_keys_backward(part, part, head, s);
+    flash_delta({lse, {}}, head, head, s);
+    merge_attention(head, lse, head, lse, s);
+    cudaCheck(cudaStreamSynchronize(s));
+}

@@ -49,6 +49,7 @@ void flash_delta(const FlashDelta& to, const HeadColumns& dout, const HeadColumn
     expect_heads(operation, "out", out, out.rows.dtype, B, T, H, out.D);
     const int64_t blocks = ceil_div(T, int64_t{kDeltaRows}), n_threads = B * H * blocks * kDeltaRows * kDeltaLanes;
     check(n_zeros <= n_threads, operation, ": ", n_zeros, " zeros, and ", n_threads, " threads");
+    if (n_threads == 0) return;
     // Heads that are not packed go one element at a time.
     dispatch_chunks(out.rows.dtype, is_packed({dout, out}) ? out.D : 1, [&](auto chunk) {
         using Number = typename decltype(chunk)::Element;

@@ -64,6 +64,7 @@ void merge_attention(const HeadColumns& out, Tensor lse, const HeadColumns& part
     expect(name, "lse", lse, DType::f32, {B, out.count, T});
     expect(name, "part_lse", part_lse, DType::f32, {B, out.count, T});
     expect_aligned(name, {{"out", out.rows}, {"part", part.rows}});
+    if (lse.n() == 0) return;
     int64_t common = 0;
     for (const HeadColumns& heads : {out, part})
         for (const int64_t x : {heads.D, heads.column, heads.head_stride(), heads.rows.cols()})
