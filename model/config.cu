@@ -101,9 +101,23 @@ const Config* find_preset(const std::string& name) {
     return nullptr;
 }
 
+// No fewer parameters than the model has, in floating point: so also where 64-bit products of the sizes would overflow.
+// One side of each matrix of a block is C, q_rank or kv_rank.
+static double most_parameters(const Config& c) {
+    const auto x = [](int64_t n) { return static_cast<double>(n); };
+    const double one_side = x(c.C) + x(c.q_rank) + x(c.kv_rank),
+                 other_side = (x(c.H) + 2 * x(c.K)) * (x(c.D) + x(c.D_v)) + 3 * x(c.F) + one_side + x(c.D_rope);
+    return x(c.L) * one_side * other_side + (2 * x(c.V) + x(c.T_max)) * x(c.C);
+}
+
 void check_config(const Config& c) {
     check(c.V > 0 && c.T_max > 0 && c.L > 0 && c.H > 0 && c.K > 0 && c.D > 0 && c.C > 0 && c.F > 0,
           "model configuration: every size must be positive");
+    // Elements and bytes are counted in 64 bits, and lists on the host have an entry for each layer.
+    constexpr int64_t most_layers = 1 << 16;
+    check(c.L <= most_layers && most_parameters(c) <= 0x1p50, "model configuration: ", c.L, " layers with up to ",
+          most_parameters(c), " parameters in all; at most ", most_layers,
+          " layers and 2^50 parameters can be had: is one of its sizes wrong?");
     const SubLayer& attention = find_attention(c.attention);
     attention.check(c);
     find_feed_forward(c.feed_forward).check(c);

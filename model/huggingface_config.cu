@@ -42,6 +42,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 namespace {
 
@@ -64,8 +65,9 @@ class ConfigReader {
         const Json::Value& number = member(object, key);
         int64_t value = 0;
         check(is_whole(number) && read_value(number, value), path_, ": \"", key, "\" is not a whole number");
-        // Sizes are multiplied by each other in 64 bits; below 2^31 a product of two cannot overflow.
-        check(value > 0 && value < int64_t{1} << 31, path_, ": \"", key, "\" is ", value, ", expected 1 to 2^31");
+        // Sizes are multiplied by each other in 64 bits: of two at a time here, and of more behind check_config().
+        constexpr int64_t most = std::numeric_limits<int32_t>::max();
+        check(value > 0 && value <= most, path_, ": \"", key, "\" is ", value, ", expected 1 to ", most);
         return value;
     }
     int64_t integer(const char* key) const { return integer(object_, key); }

@@ -646,6 +646,14 @@ TEST_CASE("configurations of transformers: what is not supported is said", "[mod
     for (const char* name : {"\"gelu_pytorch_tanh\"", "\"gelu_fast\""})
         CHECK(load("gpt2", "\"gelu_new\"", name).feed_forward == "gelu");
     CHECK_THROWS_WITH(load("gpt2", "\"gelu_new\"", "\"gelu\""), ContainsSubstring("supports \"gelu_new\""));
+    // Sizes that are possible one by one, and not together: 64 bits do not hold what follows from them, or the host the
+    // lists of the layers.
+    CHECK_THROWS_WITH(load("gpt2", "\"n_inner\": null", "\"n_inner\": 2147483648"),
+                      ContainsSubstring("\"n_inner\" is 2147483648, expected 1 to 2147483647"));
+    CHECK_THROWS_WITH(
+        load("gpt2", "\"n_inner\": null,\n  \"n_layer\": 2", "\"n_inner\": 2147483647,\n  \"n_layer\": 65536"),
+        ContainsSubstring("2^50 parameters"));
+    CHECK_THROWS_WITH(load("gpt2", "\"n_layer\": 2", "\"n_layer\": 65537"), ContainsSubstring("65537 layers"));
     CHECK_THROWS_WITH(load("llama_biases", "\"linear\"", "\"longrope\""),
                       ContainsSubstring("rope_type \"longrope\" is not supported"));
     CHECK_THROWS_WITH(load("llama", "\"rope_parameters\": {", "\"rope_parameters\": {\"full_attention\": {},"),
