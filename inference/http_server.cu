@@ -114,7 +114,8 @@ class Listener : public httplib::Server {
     int bind() {
         addrinfo* found = nullptr;
         const int unknown = ::getaddrinfo(options_.host.c_str(), nullptr, nullptr, &found);
-        check(unknown == 0, "--host ", options_.host, ": no such address: ", ::gai_strerror(unknown));
+        check(unknown == 0, "--host ", options_.host, ": no such address: ", ::gai_strerror(unknown),
+              "; give an address of this machine, or 0.0.0.0 for all of them");
         ::freeaddrinfo(found);
         const int port = options_.port == 0 ? bind_to_any_port(options_.host.c_str())
                          : bind_to_port(options_.host.c_str(), static_cast<int>(options_.port))

@@ -443,7 +443,8 @@ static void add_by_lists(Tensor dtable, Tensor dout, Tensor ids, Tensor dwpe, bo
                   positions = !dwpe            ? 0
                               : accumulate_wpe ? T_length
                                                : dwpe.shape[0];
-    check(piece_blocks * y <= kArrivals, "embedding_backward: ", n_places, " tokens of ", C, " channels are too many");
+    check(piece_blocks * y <= kArrivals, "embedding_backward: ", n_places, " tokens of ", C,
+          " channels are too many: use a smaller --micro-batch");
     const dim3 grid(static_cast<unsigned>(piece_blocks + positions), static_cast<unsigned>(y));
     embedding_backward_kernel<T, G, n><<<grid, static_cast<unsigned>(x), 0, stream>>>(
         dtable.ptr<G>(), partial, device().arrivals, dout.ptr<T>(), sorted.ids, sorted.order, n_places, C, n_rows,

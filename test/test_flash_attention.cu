@@ -492,6 +492,9 @@ TEST_CASE("flash attention names what is wrong", "[flash]") {
     wrong("window is -1");
     options.scale = 0;
     wrong("scale is 0");
+    options.whole_T = int64_t{1} << 32, options.documents = {};  // kernels count tokens in 32 bits
+    options.queries = options.keys = {3, {0, options.whole_T - 3}};
+    wrong("q is f32 (2, 6, 80) with 4 heads, of sequences of 4294967296 tokens");
     options.documents = make_tensor(options.documents.data, DType::i32, {2, 6});
     wrong("options.documents is i32 (2, 6), expected i32 (2, 6, 2)");
     options.tier = FlashTier::mma;

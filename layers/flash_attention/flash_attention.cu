@@ -11,7 +11,8 @@
 //     hopper_backward_wide.cu                              its backward where registers do not hold all in one pass
 //     delta.cu               what the backward computes first
 //     merge.cu               attention over two sets of keys from that over each
-//     paged_attention.cu, paged_tile.cuh, paged_latent_attention.cu         the forward over a cache in pages
+//     paged_attention.cu, paged_tile.cuh, paged_attention.cuh, paged_latent_attention.cu
+//                            the forward over a cache in pages
 //     paged_decode.cuh       the same for steps that decode
 //
 // The climb from a naive kernel to these, rung by rung, is dev/attention_forward.cu and dev/attention_backward.cu.
@@ -107,8 +108,11 @@ FlashArguments check_arguments(const char* operation, const char* out_name, cons
     expect(operation, "q", q.rows, dtype, {-1, -1, -1});
     const int64_t B = q.rows.shape[0], T = q.rows.shape[1];
     check(B >= 1 && T >= 1, operation, ": q is ", q.rows, ": there must be a token");
-    check(T < (1 << 30) && B < (1 << 16) && q.count < (1 << 16), operation, ": q is ", q.rows, " with ", q.count,
-          " heads: too large");
+    const int64_t whole_T = options.whole_T == 0 ? T : options.whole_T;
+    // Kernels add two tokens' numbers in 32 bits, and grids have 16 bits for sequences and for heads.
+    check(whole_T < (1 << 30) && B < (1 << 16) && q.count < (1 << 16), operation, ": q is ", q.rows, " with ", q.count,
+          " heads, of sequences of ", whole_T, " tokens; at most 2^30 - 1 tokens, 65535 sequences and 65535 heads are ",
+          "possible: use a smaller --seq or --micro-batch");
     for (const auto& [D, name] : {std::pair{q.D, "q"}, std::pair{v.D, "v"}})
         check(D >= 1 && D <= kMaxD, operation, ": heads of ", name, " have ", D, " columns; 1 to ", kMaxD,
               " are possible");
@@ -121,7 +125,6 @@ FlashArguments check_arguments(const char* operation, const char* out_name, cons
     expect(operation, "lse", lse, DType::f32, {B, q.count, T});
     check(std::isfinite(options.scale) && options.scale > 0, operation, ": scale is ", options.scale);
     check(options.window >= 0, operation, ": window is ", options.window, "; 0 means none");
-    const int64_t whole_T = options.whole_T == 0 ? T : options.whole_T;
     if (options.documents) expect(operation, "options.documents", options.documents, DType::i32, {B, whole_T, 2});
     check(is_aligned(options.documents.data, 8), operation, ": options.documents starts at ", options.documents.data,
           ", which is no multiple of 8 bytes");
