@@ -183,10 +183,7 @@ void rotate(const char* operation, const char* argument, const HeadColumns& head
     const int64_t B = rows.shape[0], T = rows.shape[1], columns = rows.shape[2], D = heads.D, half = D / 2;
     check(heads.count > 0 && D > 0 && D % 2 == 0, operation, ": ", argument, " has ", heads.count, " heads of ", D,
           " columns, expected an even number of columns");
-    check(heads.column >= 0 && heads.head_stride() >= D &&
-              heads.column + (heads.count - 1) * heads.head_stride() + D <= columns,
-          operation, ": ", argument, "'s ", heads.count, " heads of ", D, " columns, ", heads.head_stride(),
-          " apart, from column ", heads.column, " on, are not inside of ", columns, " columns");
+    expect_heads(operation, argument, heads, rows.dtype, B, T, heads.count, D);
     expect(operation, "table", table, DType::f32, {-1, D});
     if (positions) expect(operation, "positions", positions, DType::i32, {B, T});
     check(positions || table.shape[0] >= T, operation, ": table is ", table, ", expected a row for each of T = ", T,
