@@ -181,6 +181,7 @@ class BatchRun {
         }
         while (step()) {
         }
+        sync_answers();
         check(!files_.in.bad(), "--batch ", options_.batch,
               ": it could not be read to its end; what was read of it is answered: see to the disk, and run it again");
         return count_;
@@ -279,6 +280,17 @@ class BatchRun {
     void write(const JsonText& line) {
         const std::string text = line.str() + '\n';
         write_all(files_.out.fd(), text.data(), text.size(), files_.out.path());
+    }
+
+    // A file system of a network may take a write, and say only when it sends it that its disk is full.
+    void sync_answers() const {
+        int status;
+        do status = ::fsync(files_.out.fd());
+        while (status != 0 && errno == EINTR);
+        const bool keeps_nothing = errno == EINVAL || errno == EROFS || errno == ENOTSUP;  // a pipe, a terminal
+        check(status == 0 || keeps_nothing, "--out ", options_.out,
+              ": the answers could not be written to the disk: ", std::strerror(errno),
+              "; free some space and run it again, which computes what is missing");
     }
 
     LoadedModel& model_;
