@@ -49,9 +49,10 @@ struct Route {
 // Errors are answered with OpenAI's {"error": {"message", "type", "param", "code"}}:
 //     400  no HTTP, or no request that the handler understands       411  a body without its length
 //     401  not the right key                                         413  a body that is too large
-//     404  an unknown path                                           415  a body that is not application/json
-//     405  a method that the path does not have                      431  headers that are too large
-//     408  it took too long to send the request                      500  anything else that is thrown
+//     404  an unknown path                                           414  a path that is too long
+//     405  a method that the path does not have                      415  a body that is not application/json
+//     408  it took too long to send the request                      431  headers that are too large
+//                                                                    500  anything else that is thrown
 class HttpServer {
   public:
     // Binds the port; clients that connect wait for start(). status_sent is called for every answer with its status.
