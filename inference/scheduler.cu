@@ -90,12 +90,13 @@ Scheduler::Scheduler(const SchedulerOptions& options, PagedCache& cache) : optio
 
 void Scheduler::add(Request& r) {
     check(r.sequences.empty(), "request ", r.id, " was added before");
-    check(!r.prompt.empty(), "request ", r.id, ": the prompt is empty; give it at least one token");
-    check(r.max_tokens >= 1, "request ", r.id, ": max_tokens is ", r.max_tokens, "; ask for at least 1");
-    check(r.n >= 1, "request ", r.id, ": n is ", r.n, "; ask for at least 1 answer");
-    check(r.n <= options_.most_answers(), "request ", r.id, ": n is ", r.n, ", and at most ", options_.most_answers(),
-          " sequences can be in a step; ask for fewer answers");
-    check(prompt_n(r) + r.max_tokens <= options_.max_length, "request ", r.id, ": a prompt of ", prompt_n(r),
+    // Without r.id, which counts the requests that were added: who sent this one knows it by another name.
+    check(!r.prompt.empty(), "the prompt is empty; give it at least one token");
+    check(r.max_tokens >= 1, "max_tokens is ", r.max_tokens, "; ask for at least 1");
+    check(r.n >= 1, r.n, " answers are no request; ask for at least 1");
+    check(r.n <= options_.most_answers(), r.n, " answers to a prompt are computed together, and at most ",
+          options_.most_answers(), " sequences can be in a step; ask for fewer");
+    check(prompt_n(r) + r.max_tokens <= options_.max_length, "a prompt of ", prompt_n(r),
           " tokens and an answer of up to ", r.max_tokens, " are more than the ", options_.max_length,
           " that there is room for; shorten the prompt, or ask for fewer tokens");
     // The last token's row is never computed. Of several answers each has pages of its own from the one on in which the
@@ -103,9 +104,9 @@ void Scheduler::add(Request& r) {
     const int64_t page_size = cache_.sizes().page_size;
     const int64_t pages = ceil_div(prompt_n(r) + r.max_tokens - 1, page_size), shared = prompt_n(r) / page_size;
     const int64_t needed = r.n == 1 ? pages : shared + r.n * (pages - shared);
-    check(needed <= cache_.sizes().n_pages, "request ", r.id, ": ", r.n, " answers to ", prompt_n(r),
-          " tokens, of up to ", r.max_tokens, " each, need ", needed, " pages of the cache, which has ",
-          cache_.sizes().n_pages, "; ask for less, or give the cache more memory");
+    check(needed <= cache_.sizes().n_pages, r.n, " answers to ", prompt_n(r), " tokens, of up to ", r.max_tokens,
+          " each, need ", needed, " pages of the cache, which has ", cache_.sizes().n_pages,
+          "; ask for less, or give the cache more memory");
     r.sequences.push_back(std::make_unique<Sequence>());
     r.sequences.back()->tokens = r.prompt;
     requests_.push_back(&r);

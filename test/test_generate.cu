@@ -169,7 +169,8 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
          slurp(in) + "no JSON\n{\"prompt\": 3}\n{\"prompt\": \"a\", \"top_p\": 7}\n{\"id\": 9, \"prompt\": \"y\"}\n" +
              "{\"id\": 0, \"prompt\": \"a\", \"max_tokens\": 7}\n{\"id\": 1e30, \"prompt\": \"a\"}\n" +
              "{\"id\": true, \"prompt\": \"a\"}\n{\"id\": [1], \"prompt\": \"a\"}\n{\"id\": {}, \"prompt\": \"a\"}\n" +
-             "{\"prompt\": \"a\", \"prompt_logprobs\": true}\n{\"prompt\": \"a\", \"tokens\": 0}\n");
+             "{\"prompt\": \"a\", \"prompt_logprobs\": true}\n{\"prompt\": \"a\", \"tokens\": 0}\n" +
+             "{\"prompt\": \"a\", \"samples\": 1000}\n");
     const Outcome refused = generate(call);
     CHECK(refused.status == 1);
     CHECK(slurp(out) == whole);
@@ -184,7 +185,8 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
     CHECK_THAT(refused.err, ContainsSubstring("line 13: \"id\" is {}: give a text, or a whole number"));
     CHECK_THAT(refused.err, ContainsSubstring("line 14: \"prompt_logprobs\" needs \"logprobs\", too"));
     CHECK_THAT(refused.err, ContainsSubstring("line 15: an answer has at least one token"));
-    CHECK_THAT(refused.out, ContainsSubstring("0 answers, 3 requests done before, 11 refused; 0 prompt tokens"));
+    CHECK_THAT(refused.err, ContainsSubstring("line 16: 1000 answers to a prompt"));
+    CHECK_THAT(refused.out, ContainsSubstring("0 answers, 3 requests done before, 12 refused; 0 prompt tokens"));
 }
 
 // The weights of this model cannot be read. A mistake in a file, a prompt or an address is told before that is known.

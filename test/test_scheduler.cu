@@ -360,10 +360,10 @@ TEST_CASE("scheduler: what can never run is refused", "[scheduler]") {
             scheduler.remove(request);
         });
     };
-    CHECK(one_line_with(add(0, 1, 1), "request 7", "prompt is empty"));
+    CHECK(one_line_with(add(0, 1, 1), "the prompt is empty"));
     CHECK(one_line_with(add(1, 0, 1), "max_tokens is 0"));
-    CHECK(one_line_with(add(1, 1, 0), "n is 0"));
-    CHECK(one_line_with(add(1, 1, 4), "n is 4", "at most 3"));
+    CHECK(one_line_with(add(1, 1, 0), "0 answers"));
+    CHECK(one_line_with(add(1, 1, 4), "4 answers", "at most 3"));
     CHECK(one_line_with(add(50, 11, 1), "more than the 60"));
     CHECK(one_line_with(add(31, 11, 1), "need 11 pages of the cache, which has 10"));
     CHECK(add(30, 11, 1) == "");  // 40 rows
