@@ -42,7 +42,8 @@ void DraftModel::propose(std::vector<Drafted> drafted) {
     for (int64_t k = 0; k < options_.draft_tokens; ++k) small_step(drafted);
 }
 
-// Afterwards texts_ has the texts of these sequences and no others. What ends is before all that is reserved.
+// Afterwards texts_ has the texts of these sequences and no others. The cache wants this order: sequences end and are
+// truncated here, before small_step() reserves rows.
 void DraftModel::bring_up_to_date(std::span<const Drafted> drafted) {
     PagedCache& cache = model_.cache;
     std::unordered_map<const Sequence*, Text> before = std::move(texts_);

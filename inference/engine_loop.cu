@@ -103,7 +103,8 @@ auto EngineLoop::between_steps(F f) -> decltype(f()) {
     }
 }
 
-// Nobody passes one that waits. Where nobody does, a request waits if there are too few places for all its answers.
+// No request passes one that waits. Where none waits, a new one has to wait itself if there are too few places for all
+// of its answers.
 void EngineLoop::check_room(std::span<const TextRequest> added) const {
     if (ending_) throw HttpError(503, "the server is ending, and takes no further requests");
     const Scheduler& scheduler = requests_.engine().scheduler();

@@ -101,8 +101,8 @@ Requests::Requests(Engine& engine, const Tokenizer& tokenizer) : engine_(engine)
         AnswerPiece piece;
         piece.sample = sample, piece.finish_reason = reason;
         if (r.text.max_tokens == 0 && !piece.is_error()) piece.finish_reason = "length";
-        // Only the token that completes a stop string is still here: there is nothing behind. Otherwise what was held
-        // back was no stop string after all.
+        // A token that has not been handed out has completed a stop string: the text ends before that. Otherwise what
+        // was held back was no stop string after all, and is text.
         if (answer.tokens.empty()) answer.held += answer.finish();
         piece.text.swap(answer.held);
         r.hand_out(answer, piece);

@@ -255,8 +255,9 @@ void TokenSource::Impl::visit(int64_t first, int64_t count, F&& f) const {
     }
 }
 
-// Error if a shard with these tokens has been shortened since it was opened: up to the end of the last page that it
-// still has, zeros are read, and not the SIGBUS of those behind it. A path with another file by now is no matter.
+// Error if a shard with these tokens has been shortened since it was opened. Behind its new end the rest of the page is
+// read as zeros, without a signal; pages after that one give SIGBUS. Nothing is wrong where the path names another file
+// by now: the mapping is still that of the old one.
 void TokenSource::Impl::check_whole(int64_t first, int64_t count) const {
     if (!is_shards) return;
     const auto begin = std::prev(std::upper_bound(file_starts.begin(), file_starts.end(), first));

@@ -228,7 +228,7 @@ void sync_folder(const std::string& path) {
 void keep_standard_numbers() {
     for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})  // open() takes the lowest number that is free
         if (fcntl(fd, F_GETFD) < 0)
-            open("/dev/null", fd == STDIN_FILENO ? O_WRONLY : O_RDONLY);  // as useless as before
+            open("/dev/null", fd == STDIN_FILENO ? O_WRONLY : O_RDONLY);  // read() and write() fail, as before
 }
 
 const char* reason_of(const std::exception& error) {

@@ -368,7 +368,7 @@ void save_checkpoint(Trainer& t, int64_t step, bool last) {
         fault = write_checkpoint(t, step);
         newest = broadcast_text(t.world, newest);
     });
-    // Not saved: the next save would remove the best one that there is, for one that there is not.
+    // The best step could not be saved: then the best checkpoint is the one before it, which the next save must keep.
     if (newest == before && t.best && t.best->step == step) t.best = t.best_before;
     if (t.world.rank != 0) {
         if (!fault.empty()) std::fprintf(stderr, "train_gpt: rank %d: %s\n", t.world.rank, fault.c_str());

@@ -44,7 +44,8 @@ double evaluate(Trainer& t, const BatchReader& data, int64_t n_sequences) {
                 const int64_t sequence = (first + n * n_ranks) * t.micro_batch + b,
                               row = t.evaluation_row() + n * t.micro_batch + b;
                 read_sequence(t, data, std::min(sequence, n_sequences - 1), row);
-                // Those that there are not have no targets: of the last micro-batch, and of ranks that have none.
+                // Beyond the last sequence a row only fills up a micro-batch, and has no targets: in the last one, and
+                // on ranks that take part with a micro-batch of such rows alone.
                 if (sequence >= n_sequences) std::fill_n(t.targets_of(row), t.options.rank_seq(), -1);
             }
         if (t.pipeline) t.pipeline->add_losses_of(n, stream);
