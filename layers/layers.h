@@ -408,7 +408,8 @@ struct FlashAttentionOptions {
     int64_t whole_T = 0;
     TokenChunks queries = {}, keys = {};
     // What the backward's scratch holds: nothing; FlashDelta; or, over keys that come in parts, what the call for the
-    // first part has left there (lse is that over all keys).
+    // first part has left there. (The backward's lse is that over all keys, so that it is finite: with -infinity, as
+    // the forward gives it for a query that sees none of one part, dq, dk and dv are NaN.)
     enum Scratch : uint8_t { empty, has_delta, of_other_keys };
     Scratch scratch = empty;
 };

@@ -145,7 +145,7 @@ constexpr int kTileN = 1024;
 struct Tile {
     int64_t values, copy, grads, state;  // places of its first element in the flat arrays
     int32_t n;
-    int32_t decay;  // 1 where weight decay applies, otherwise 0 (no float: those, kernels store)
+    int32_t decay;  // 1 where weight decay applies, otherwise 0; an integer, because no store of a float can change one
     // The random numbers of stochastic rounding are addressed by the parameter and the element, not by where they lie:
     uint64_t key;        // hash_name of the parameter's name in files
     int64_t element;     // index of the tile's first element in this rank's part of the parameter, a multiple of tile_n

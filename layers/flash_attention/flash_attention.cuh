@@ -37,7 +37,6 @@ struct Heads {
 //
 // Both ends of the interval never decrease from one token to the next, so the tokens [t0, t1] together see
 // [first of t0, end of t1), which is all that a block has to walk through.
-
 //
 // Queries and keys may be chunks of a longer sequence, as TokenChunks says. t and s above are tokens of the whole
 // sequence; kernels count rows. Later rows are later tokens, so an interval of tokens is an interval of rows, too.
