@@ -88,6 +88,11 @@ LIGHT_FLAGS := -Og -Wno-maybe-uninitialized
 # time to compile, and runs 5 % slower.
 EMULATED       := layers/flash_attention/mma% layers/flash_attention/hopper%
 EMULATED_FLAGS := -O2
+# Layers: without this g++ takes a loop that copies a chunk for a memcpy, and for AMD's processors makes moves of 16 bytes of it. A
+# load of 32 bytes right behind two such stores has to wait until both are in the cache. With it kernels take 7 to 8 % less time
+# (float32 and bf16, AMD EPYC with AVX2).
+LAYERS       := layers/%
+LAYERS_FLAGS := -fno-tree-loop-distribute-patterns
 # Attention on CUDA cores: without these copies of loops and functions it takes three quarters of the time to compile, and
 # runs no slower.
 CORES       := layers/flash_attention/cores%
@@ -96,9 +101,10 @@ CORES_FLAGS := -fno-ipa-cp-clone -fno-split-loops -fno-unswitch-loops
 # short. With a 16-bit copy of the weights it is not: AdamW takes a third of the time with this.
 TILES       := optim/%
 TILES_FLAGS := --param max-unswitch-insns=100
-# clang++ does not know these two, and would say so of each warning that it does not know, too.
+# clang++ does not know these three, and would say so of each warning that it does not know, too.
 ifneq ($(findstring clang,$(shell $(CXX) --version 2>/dev/null)),)
   WARNINGS    += -Wno-unknown-warning-option
+  LAYERS_FLAGS :=
   CORES_FLAGS :=
   TILES_FLAGS :=
 endif
@@ -123,6 +129,7 @@ ifeq ($(COUNT),1)
   OPTIMIZE       := -O1 -fsanitize=thread --param tsan-instrument-func-entry-exit=0 -DCOUNT_BYTES
   LIGHT_FLAGS    :=
   EMULATED_FLAGS :=
+  LAYERS_FLAGS   :=
   CORES_FLAGS    :=
   TILES_FLAGS    :=
 endif
@@ -133,6 +140,7 @@ ifeq ($(GPU_CHOICES),1)
   OPTIMIZE       := -O1 -DGPU_CHUNKS -fsanitize=alignment -fno-sanitize-recover=all
   LIGHT_FLAGS    :=
   EMULATED_FLAGS :=
+  LAYERS_FLAGS   :=
   CORES_FLAGS    :=
   TILES_FLAGS    :=
 endif
@@ -286,13 +294,14 @@ endif
 
 # ---- objects ---------------------------------------------------------------------------------------------------------
 # Objects are made again when the flags change: $(BUILD)/flags holds those of the last build.
-FLAGS_NOW = $(subst ','\'',$(CXX) $(CXXFLAGS) $(MPI_CFLAGS) $(NCCL_CFLAGS) $(HTTPLIB_CFLAGS) $(LIGHT) $(LIGHT_FLAGS) $(EMULATED) $(EMULATED_FLAGS) $(CORES) $(CORES_FLAGS) $(TILES) $(TILES_FLAGS) $(PCH) $(PCH_product) $(PCH_test) $(NVCC) $(NVCCFLAGS) $(ARCHFLAGS) $(UNFUSED) $(UNFUSED_FLAGS))
+FLAGS_NOW = $(subst ','\'',$(CXX) $(CXXFLAGS) $(MPI_CFLAGS) $(NCCL_CFLAGS) $(HTTPLIB_CFLAGS) $(LIGHT) $(LIGHT_FLAGS) $(EMULATED) $(EMULATED_FLAGS) $(LAYERS) $(LAYERS_FLAGS) $(CORES) $(CORES_FLAGS) $(TILES) $(TILES_FLAGS) $(PCH) $(PCH_product) $(PCH_test) $(NVCC) $(NVCCFLAGS) $(ARCHFLAGS) $(UNFUSED) $(UNFUSED_FLAGS))
 $(BUILD)/flags: force
 	@mkdir -p $(BUILD)
 	@printf '%s\n' '$(FLAGS_NOW)' | cmp -s - $@ || printf '%s\n' '$(FLAGS_NOW)' > $@
 
 light_flags  = $(if $(filter $(LIGHT),$*),$(LIGHT_FLAGS)) $(if $(filter $(EMULATED),$*),$(EMULATED_FLAGS)) \
-               $(if $(filter $(CORES),$*),$(CORES_FLAGS)) $(if $(filter $(TILES),$*),$(TILES_FLAGS))
+               $(if $(filter $(LAYERS),$*),$(LAYERS_FLAGS)) $(if $(filter $(CORES),$*),$(CORES_FLAGS)) \
+               $(if $(filter $(TILES),$*),$(TILES_FLAGS))
 depend       = -MD -MP -MT $@ -MF $(basename $(@:.gch=)).d
 
 # Precompiled headers: what every file of the product includes, and what every test does, is read once instead of in each. A
