@@ -61,6 +61,7 @@ TEST_CASE("latent keys say what is wrong with their arguments", "[latent][errors
                       ContainsSubstring("shared has 2 heads"));
     CHECK_THROWS_WITH(latent_keys_forward({keys, 2, 24}, {own, 2, 16}, {other, 1, 8}, s),
                       ContainsSubstring("latent_keys_forward: shared is"));
-    CHECK_THROWS_WITH(latent_keys_backward({own, 2, 16, 20}, {shared, 1, 8}, {keys, 2, 24}, s),
-                      ContainsSubstring("are not inside of 48"));
+    CHECK_THROWS_WITH(
+        latent_keys_backward({own, 2, 16, 20}, {shared, 1, 8}, {keys, 2, 24}, s),
+        ContainsSubstring("down's 2 heads of 16 columns, 16 apart, from column 20 on, are not inside of 48"));
 }
