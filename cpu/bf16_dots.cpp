@@ -53,6 +53,10 @@ bool has_bf16_dots() {
            __builtin_cpu_supports("avx512dq") && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
 }
 
+// Measured on a fifth-generation Xeon: one instruction in two cycles, 32 products, where float32 has two fused
+// multiply-adds in each, 64 products.
+bool bf16_dots_are_fast() { return has_bf16_dots() && !__builtin_cpu_is("intel"); }
+
 int64_t dots_space(int64_t columns, int64_t k) { return packed_space(columns, k); }
 
 void multiply_with_dots(const Matrix& a, const Matrix& b, int64_t rows, int64_t columns, int64_t k, float alpha,
@@ -67,6 +71,7 @@ void multiply_with_dots(const Matrix& a, const Matrix& b, int64_t rows, int64_t 
 namespace cuda_cpu {
 
 bool has_bf16_dots() { return false; }
+bool bf16_dots_are_fast() { return false; }
 int64_t dots_space(int64_t, int64_t) { return 0; }
 void multiply_with_dots(const Matrix&, const Matrix&, int64_t, int64_t, int64_t, float, float, float*, int64_t,
                         float*) {}

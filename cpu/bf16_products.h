@@ -13,6 +13,7 @@ void set_bf16_products(Bf16Products products);  // for tests; the processor must
 // give the right product: the first call multiplies two small matrices, and warns on stderr if they do not.
 bool has_bf16_dots();
 bool has_bf16_tiles();
+bool bf16_dots_are_fast();  // the processor has them, and takes less time with them than for float32 products
 
 // What sgemm (cublas_lt.h) promises, of bf16 matrices.
 void multiply_with_dots(const Matrix& a, const Matrix& b, int64_t rows, int64_t columns, int64_t k, float alpha,

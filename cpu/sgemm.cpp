@@ -4,8 +4,9 @@
 //
 //   tiles   AMX multiplies tiles of 16 x 32 and 32 x 16 numbers (bf16_tiles.h): 16 times the rate of float32. The order
 //           of its sums is its own.
-//   dots    AVX-512 BF16 adds two products to each of 16 sums (bf16_dots.cpp): up to twice the rate. The order is that
-//           of float32's, and so are the bits, but for numbers below 1.2e-38, which it takes as zero.
+//   dots    AVX-512 BF16 adds two products to each of 16 sums (bf16_dots.cpp): up to twice the rate of float32 on AMD's
+//           processors. The order is that of float32's, and so are the bits, but for numbers below 1.2e-38, which it
+//           takes as zero. Intel's processors have half the rate of float32 with it, and do without.
 //   exact   float32 products of the widened numbers. CUDA_CPU_EXACT=1 in the environment asks for it everywhere: the
 //           bits are then the same on all processors with fused multiply-add.
 //
@@ -23,7 +24,7 @@ Bf16Products best_bf16_products() {
     const char* const exact = std::getenv("CUDA_CPU_EXACT");
     if (exact && *exact && std::strcmp(exact, "0") != 0) return Bf16Products::exact;
     if (has_bf16_tiles()) return Bf16Products::tiles;
-    return has_bf16_dots() ? Bf16Products::dots : Bf16Products::exact;
+    return bf16_dots_are_fast() ? Bf16Products::dots : Bf16Products::exact;
 }
 
 std::atomic<Bf16Products>& bf16_choice() {
