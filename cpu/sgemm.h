@@ -38,13 +38,17 @@ namespace {
 // The block in registers, and how many rows of A are packed at a time.
 constexpr int block_vectors = 3, block_rows = block_vectors * width, block_columns = width / 2;
 constexpr int64_t panel_rows = 4 * block_rows;
+// How many columns of B are packed at a time. (Where columns are neighbours in memory, more of them would be written to
+// more places at the same time than the first-level cache has lines for: slivers lie multiples of 4096 bytes apart.)
+constexpr int64_t group_columns = 8 * block_columns;
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Fetching ahead
 
-// The part of A that is packed next, which comes from memory while the part before it is multiplied: a cache line with
-// each k of the first blocks. (Packing reads so many rows at the same time that the hardware's prefetchers lose them.
-// For 17 to 32 columns, where the arithmetic takes about as long as A's bytes, a product takes a fifth less time.)
+// The part of A, or of B transposed, that is packed next. It comes from memory while the part before it is multiplied:
+// a cache line with each k of the first blocks. (Packing reads so many rows at the same time that the hardware's
+// prefetchers lose them. For 17 to 32 columns, where the arithmetic takes about as long as A's bytes, a product takes a
+// fifth less time.)
 class Ahead {
   public:
     Ahead() = default;
@@ -113,12 +117,28 @@ inline int64_t packed_space(int64_t columns, int64_t k) {
                     columns <= most_few_columns ? most_few_columns * k : 0);
 }
 
-// What is packed after the rows from first_row on of the k's from first_k on.
+// What is packed of A after the rows from first_row on of the k's from first_k on.
 inline Ahead next_part(const Matrix& a, int64_t rows, int64_t k, int64_t first_row, int64_t first_k) {
     first_row += panel_rows;
     if (first_row >= rows) first_row = 0, first_k += panel_k;
     if (first_k >= k) return {};
     return {a.from(0, first_row, first_k), std::min(panel_rows, rows - first_row), std::min(panel_k, k - first_k)};
+}
+
+// count x columns elements of D, from `words` words of packed lines of A and B. `ahead` is fetched on the way.
+template <class Arithmetic>
+void multiply_lines(const float* packed_a, const float* packed_b, int64_t words, float alpha, float beta, float* d,
+                    int64_t ld, int64_t count, int64_t columns, Ahead ahead) {
+    const int64_t n_blocks = divide_up(columns, block_columns) * divide_up(count, block_rows);
+    const int64_t n_ahead = std::min(divide_up(ahead.n_left(), n_blocks), words);
+    for (int64_t j = 0; j < columns; j += block_columns)
+        for (int64_t i = 0; i < count; i += block_rows) {
+            const int64_t block_i = std::min<int64_t>(block_rows, count - i);
+            const int64_t block_j = std::min<int64_t>(block_columns, columns - j);
+            blocks<Arithmetic>[size_t((divide_up(block_i, width) - 1) * block_columns + block_j - 1)](
+                packed_a + i * words, packed_b + j * words, words, alpha, beta, d + i + j * ld, ld, block_i, ahead,
+                std::min(n_ahead, ahead.n_left()));
+        }
 }
 
 // What sgemm (cublas_lt.h) promises, with this arithmetic.
@@ -132,23 +152,25 @@ void multiply_packed(const Matrix& a, const Matrix& b, int64_t rows, int64_t col
     do {
         const int64_t length = std::min(panel_k, k - first_k), words = divide_up(length, Arithmetic::terms);
         const float panel_beta = first_k == 0 ? beta : 1.0f;
-        pack<Arithmetic, block_columns>(b.from(0, first_k, 0), b.column_stride, b.row_stride, columns, length, packed_b,
-                                        words);
-        for (int64_t first_row = 0; first_row < rows; first_row += panel_rows) {
-            const int64_t count = std::min(panel_rows, rows - first_row);
-            pack<Arithmetic, block_rows>(a.from(0, first_row, first_k), a.row_stride, a.column_stride, count, length,
+        for (int64_t row = 0; row < rows; row += panel_rows) {
+            const int64_t count = std::min(panel_rows, rows - row);
+            pack<Arithmetic, block_rows>(a.from(0, row, first_k), a.row_stride, a.column_stride, count, length,
                                          packed_a, words);
-            Ahead ahead = next_part(a, rows, k, first_row, first_k);
-            const int64_t n_blocks = divide_up(columns, block_columns) * divide_up(count, block_rows);
-            const int64_t n_ahead = std::min(divide_up(ahead.n_left(), n_blocks), words);
-            for (int64_t j = 0; j < columns; j += block_columns)
-                for (int64_t i = 0; i < count; i += block_rows) {
-                    const int64_t block_i = std::min<int64_t>(block_rows, count - i);
-                    const int64_t block_j = std::min<int64_t>(block_columns, columns - j);
-                    blocks<Arithmetic>[size_t((divide_up(block_i, width) - 1) * block_columns + block_j - 1)](
-                        packed_a + i * words, packed_b + j * words, words, alpha, panel_beta,
-                        d + first_row + i + j * ld, ld, block_i, ahead, std::min(n_ahead, ahead.n_left()));
-                }
+            // With the first rows B is packed, each group right before the product that reads it. It is kept for
+            // further rows; without any, the next group takes its place, which is in the cache.
+            const int64_t group = row == 0 ? group_columns : columns;
+            for (int64_t column = 0; column < columns; column += group) {
+                const int64_t next = column + group, count_b = std::min(group, columns - column);
+                float* const to = rows <= panel_rows ? packed_b : packed_b + column * words;
+                if (row == 0)
+                    pack<Arithmetic, block_columns>(b.from(0, first_k, column), b.column_stride, b.row_stride, count_b,
+                                                    length, to, words);
+                Ahead ahead = next_part(a, rows, k, row, first_k);
+                if (next < columns)
+                    ahead = {b.from(0, first_k, next).transposed(), std::min(group, columns - next), length};
+                multiply_lines<Arithmetic>(packed_a, to, words, alpha, panel_beta, d + row + column * ld, ld, count,
+                                           count_b, ahead);
+            }
         }
         first_k += panel_k;
     } while (first_k < k);
