@@ -284,12 +284,10 @@ class BatchRun {
 
     // A file system of a network may take a write, and say only when it sends it that its disk is full.
     void sync_answers() const {
-        int status;
-        do status = ::fsync(files_.out.fd());
-        while (status != 0 && errno == EINTR);
-        const bool keeps_nothing = errno == EINVAL || errno == EROFS || errno == ENOTSUP;  // a pipe, a terminal
-        check(status == 0 || keeps_nothing, "--out ", options_.out,
-              ": the answers could not be written to the disk: ", std::strerror(errno),
+        const int error = sync_to_disk(files_.out.fd());
+        const bool keeps_nothing = error == EINVAL || error == EROFS || error == ENOTSUP;  // a pipe, a terminal
+        check(error == 0 || keeps_nothing, "--out ", options_.out,
+              ": the answers could not be written to the disk: ", std::strerror(error),
               "; free some space and run it again, which computes what is missing");
     }
 

@@ -93,6 +93,13 @@ void write_all(int fd, const void* data, size_t bytes, const std::string& path) 
     }
 }
 
+int sync_to_disk(int fd) {
+    int status;
+    do status = ::fsync(fd);
+    while (status != 0 && errno == EINTR);
+    return status == 0 ? 0 : errno;
+}
+
 AtomicFile::AtomicFile(const std::string& path) : path_(path), temporary_(path + ".tmp") {
     check(!path.empty(), "cannot write a file without a name");
     // Renaming onto a device or a pipe would replace it by a plain file: /dev/null would be gone.
@@ -143,11 +150,8 @@ void AtomicFile::commit() {
     check(fd_ >= 0, "commit() of ", path_, " called twice");
     write_all(fd_, buffer_.data(), buffer_.size(), path_);
     buffer_.clear();
-    int status;
-    do status = ::fsync(fd_);
-    while (status != 0 && errno == EINTR);
     // File systems that allocate late report a full disk only here.
-    check(status == 0, "cannot write ", path_, " to the disk: ", reason_to_write(errno));
+    if (const int error = sync_to_disk(fd_)) fail("cannot write ", path_, " to the disk: ", reason_to_write(error));
     const int closed = ::close(std::exchange(fd_, -1));
     if (closed != 0 || ::rename(temporary_.c_str(), path_.c_str()) != 0) {
         const int error = errno;
@@ -212,13 +216,10 @@ bool is_folder(const std::string& path) {
 void sync_folder(const std::string& path) {
     const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     check(fd >= 0, "cannot open the folder ", path, ": ", reason(errno));
-    int status;
-    do status = ::fsync(fd);
-    while (status != 0 && errno == EINTR);
-    const int error = errno;
+    const int error = sync_to_disk(fd);
     ::close(fd);
     // Some network and FUSE file systems cannot sync a folder and say EINVAL: there is nothing more that we could do.
-    check(status == 0 || error == EINVAL || error == ENOTSUP, "cannot write the folder ", path,
+    check(error == 0 || error == EINVAL || error == ENOTSUP, "cannot write the folder ", path,
           " to the disk: ", reason(error));
 }
 

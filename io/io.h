@@ -54,7 +54,8 @@ class AtomicFile {
 
 // All of the bytes or an Error that names `path`: interrupted and short writes go on where they stopped.
 void write_all(int fd, const void* data, size_t bytes, const std::string& path);
-std::string read_text_file(const std::string& path);                   // also from a pipe
+int sync_to_disk(int fd);                             // fsync, which goes on after a signal; 0, or errno
+std::string read_text_file(const std::string& path);  // also from a pipe
 void write_text_file(const std::string& path, std::string_view text);  // atomically
 void make_folder(const std::string& path);                             // with parents; checks that it can be written to
 // Is there something? Error where it cannot be told, as in a folder that may not be entered.
