@@ -183,9 +183,8 @@ __device__ __forceinline__ void fetch(Fetched<T, kN>& f, const T* a, const T* b,
         const int i = (l * kBlock + static_cast<int>(threadIdx.x)) * kN;
         const int64_t m = first_m + i / kTileK, a_k = first + i % kTileK, n = first_n + i % kTile,
                       b_k = first + i / kTile;
-        f.a[l] = f.b[l] = Packed<T, kN>{};
-        if (m < M && a_k < K) f.a[l] = load_packed<T, kN>(a + m * K + a_k);
-        if (n < N && b_k < K) f.b[l] = load_packed<T, kN>(b + b_k * N + n);
+        f.a[l] = m < M && a_k < K ? load_packed<T, kN>(a + m * K + a_k) : Packed<T, kN>{};
+        f.b[l] = n < N && b_k < K ? load_packed<T, kN>(b + b_k * N + n) : Packed<T, kN>{};
     }
 }
 template <class T, int kN>
