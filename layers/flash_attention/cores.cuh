@@ -77,13 +77,15 @@ inline void transpose_lines(float* to, int to_pitch, const float* from, int from
 // ---------------------------------------------------------------------------------------------------------------------
 // Register tiles
 
-// acc[m][r] += sum over x < n of rows[x][r] * other[m * stride_m + x * stride_x]
+// With sums[m][r] = sum over x < n of rows[x][r] * other[m * stride_m + x * stride_x]:  acc = factor * sums  if kNew,
+// otherwise  acc += sums.
 #if defined(CUDA_ON_CPU) && !defined(GPU_CHUNKS)
 // A function of its own: inside of a kernel, where it would know n, g++ unrolls the loop over x and keeps the sums in
 // memory. It takes as many sums at a time as there are registers for: 8 x 2 vectors with AVX-512, otherwise 4 x 2.
-template <int kM, int kR>
+template <bool kNew = false, int kM, int kR>
 [[gnu::noinline]] void multiply(float (&__restrict acc)[kM][kR], const float* __restrict rows, int pitch,
-                                const float* __restrict other, int stride_m, int stride_x, int n) {
+                                const float* __restrict other, int stride_m, int stride_x, int n,
+                                [[maybe_unused]] float factor = 1.0f) {
     using namespace cuda_cpu;
     constexpr int kSums = width == 16 ? 16 : 8, kLines = std::min(kM, kSums / 2);
     constexpr int kVectors = std::min(static_cast<int>(std::bit_floor(unsigned{kSums / kLines})), kR / width);
@@ -92,7 +94,8 @@ template <int kM, int kR>
         for (int r0 = 0; r0 < kR; r0 += kVectors * width) {
             Vector sums[kLines][kVectors];
             for (int m = 0; m < kLines; ++m)
-                for (int v = 0; v < kVectors; ++v) sums[m][v] = load(&acc[m0 + m][r0 + v * width]);
+                for (int v = 0; v < kVectors; ++v)
+                    sums[m][v] = kNew ? broadcast(0.0f) : load(&acc[m0 + m][r0 + v * width]);
             for (int x = 0; x < n; ++x) {
                 Vector row[kVectors];
                 for (int v = 0; v < kVectors; ++v) row[v] = in_register(load(rows + x * pitch + r0 + v * width));
@@ -102,13 +105,16 @@ template <int kM, int kR>
                 }
             }
             for (int m = 0; m < kLines; ++m)
-                for (int v = 0; v < kVectors; ++v) store(&acc[m0 + m][r0 + v * width], sums[m][v]);
+                for (int v = 0; v < kVectors; ++v)
+                    store(&acc[m0 + m][r0 + v * width], kNew ? broadcast(factor) * sums[m][v] : sums[m][v]);
         }
 }
 #else
-template <int kM, int kR>
+template <bool kNew = false, int kM, int kR>
 __device__ __forceinline__ void multiply(float (&acc)[kM][kR], const float* rows, int pitch, const float* other,
-                                         int stride_m, int stride_x, int n) {
+                                         int stride_m, int stride_x, int n, float factor = 1.0f) {
+    for (int m = 0; m < kM && kNew; ++m)
+        for (int r = 0; r < kR; ++r) acc[m][r] = 0.0f;
     for (int x = 0; x < n; ++x) {
         float y[kM];
         for (int m = 0; m < kM; ++m) y[m] = other[m * stride_m + x * stride_x];
@@ -116,6 +122,8 @@ __device__ __forceinline__ void multiply(float (&acc)[kM][kR], const float* rows
         for (int m = 0; m < kM; ++m)
             for (int r = 0; r < kR; ++r) acc[m][r] = fmaf(row.v[r], y[m], acc[m][r]);
     }
+    for (int m = 0; m < kM && kNew; ++m)
+        for (int r = 0; r < kR; ++r) acc[m][r] = __fmul_rn(acc[m][r], factor);
 }
 #endif
 
@@ -142,14 +150,10 @@ __device__ __forceinline__ int first_row() {
 template <class T>
 __device__ __forceinline__ void multiply_scores(typename T::Scores& scores, const float* rows, const float* others,
                                                 int n, float factor) {
-    for (int i = 0; i < score_steps<T>(n); ++i) {
-        for (int m = 0; m < T::kMScores; ++m)
-            for (int r = 0; r < T::kR; ++r) scores[i][m][r] = 0.0f;
-        multiply(scores[i], rows + first_row<T>(), T::kPitch, others + other_of<T>(i, 0) * T::kOtherPitch,
-                 T::kThreadsX * T::kOtherPitch, 1, T::kD);
-        for (int m = 0; m < T::kMScores; ++m)
-            for (int r = 0; r < T::kR; ++r) scores[i][m][r] = __fmul_rn(scores[i][m][r], factor);
-    }
+    for (int i = 0; i < score_steps<T>(n); ++i)
+        multiply</*kNew=*/true>(scores[i], rows + first_row<T>(), T::kPitch,
+                                others + other_of<T>(i, 0) * T::kOtherPitch, T::kThreadsX * T::kOtherPitch, 1, T::kD,
+                                factor);
 }
 // A[c][r] += sum_j P[j][r] others[j][c], for this thread's rows and columns.
 template <class T>
