@@ -359,6 +359,7 @@ constexpr int64_t kArrivals = 1 << 16;
 constexpr size_t kBlasWorkspaceBytes = 32 << 20;  // cuBLASLt's own advice for Hopper; the CPU device's needs none
 
 Device& device();                // this thread's device; the first call opens CUDA device 0
+int device_count();              // of this machine; without any an Error
 Device& open_device(int index);  // makes CUDA device `index` this thread's
 void close_device();
 

@@ -12,12 +12,17 @@ thread_local std::unique_ptr<Device> current;
 
 Device& device() { return current ? *current : open_device(0); }
 
-Device& open_device(int index) {
-    close_device();
+int device_count() {
     int count = 0;
     const cudaError_t status = cudaGetDeviceCount(&count);
     check(status == cudaSuccess && count > 0, "no CUDA device: ", cudaGetErrorString(status),
           ". On a machine without a GPU build for the CPU: make DEVICE=cpu");
+    return count;
+}
+
+Device& open_device(int index) {
+    close_device();
+    const int count = device_count();
     check(index >= 0 && index < count, "CUDA device ", index, " does not exist: this machine shows ", count);
     cudaCheck(cudaSetDevice(index));
     cudaDeviceProp properties;

@@ -20,14 +20,6 @@ const char* launcher_value(const char* open_mpi, const char* mpich) {
     return value ? value : std::getenv(mpich);
 }
 
-int device_count() {
-    int count = 0;
-    const cudaError_t status = cudaGetDeviceCount(&count);
-    check(status == cudaSuccess && count > 0, "no CUDA device: ", cudaGetErrorString(status),
-          ". On a machine without a GPU build for the CPU: make DEVICE=cpu");
-    return count;
-}
-
 #ifdef CUDA_ON_CPU
 constexpr bool kCpuDevice = true;
 #else
