@@ -162,6 +162,21 @@ TEST_CASE("scheduler: who is admitted has room to grow", "[scheduler]") {
     }
 }
 
+TEST_CASE("scheduler: as many sequences run together as have pages to their end", "[scheduler]") {
+    // Prompts reach into the last page of their answer, so that no sequence ever takes another one.
+    for (const auto& [prompt_n, answer_n] : {std::pair<int64_t, int64_t>{9, 8}, {17, 16}, {30, 19}}) {
+        const int64_t pages = ceil_div(prompt_n + answer_n - 1, 16);
+        SimulatedEngine engine =
+            engine_of({16, 6 * pages, 0, false, 512, 6, Batching::continuous, Preemption::recompute, 0});
+        Random random{5};
+        for (int64_t i = 0; i < 6; ++i) engine.add(random_prompt(random, prompt_n), answer_n);
+        while (!engine.is_done()) engine.step();
+        INFO("prompts of " << prompt_n << " tokens, answers of " << answer_n);
+        CHECK(engine.n_steps == answer_n);
+        CHECK(engine.scheduler.n_preemptions() == 0);
+    }
+}
+
 TEST_CASE("scheduler: the latest gives its pages up, and comes back first", "[scheduler]") {
     for (const Preemption preemption : {Preemption::swap, Preemption::recompute}) {
         SimulatedEngine engine = engine_of({4, 12, 12, true, 64, 8, Batching::continuous, preemption, 0});
