@@ -37,7 +37,7 @@ struct Group {
     double share;         // of the roofline that these kernels reach
     const char* source;
 };
-// Products come first, and are told apart by their sizes; the kernels of the norm and of the update by when they are
+// Products come first, and are told apart by their place; the kernels of the norm and of the update by when they are
 // launched, because an optimizer may have sums of squares and copies, too. Shares are of the rates that are reached
 // (DeviceSpec), not of the data sheet. Measured: by `make profile` of GPT-2 124M, 64 x 1024, bf16, the last of three
 // times on an H100 SXM (dev/RESULTS.md), which in such a step takes all of its 700 W, and therefore runs at 1.4 to
@@ -81,16 +81,23 @@ constexpr double kBetweenSteps = 0.2e-3;     // the start of a graph, and upload
 // The parts of a step, as train_step has them.
 enum class StepPart { gradients, norm, update };
 
-// head_rows: of the logits that are there at once. The head's products have that size and the vocabulary's.
-size_t group_of(const NotedLaunch& launch, StepPart part, int64_t vocabulary, int64_t head_rows) {
-    auto sizes = launch.cost.product;
-    if (sizes[0] > 0 && part == StepPart::update) return kOptimizerProducts;
-    if (sizes[0] > 0) {
-        const auto rows = std::find(sizes.begin(), sizes.end(), head_rows);
-        if (rows == sizes.end()) return kBlockProducts;
-        *rows = 0;  // it may be as large as the vocabulary
-        return std::find(sizes.begin(), sizes.end(), vocabulary) != sizes.end() ? kHeadProducts : kBlockProducts;
+// The head's products by their place among the launches: the logits, whose loss comes next, and its two gradients
+// behind it. Their sizes do not tell: a block may have the same ones, and the last of --head-chunks has fewer rows.
+std::vector<bool> products_of_head(const std::vector<NotedLaunch>& launches) {
+    std::vector<bool> is_head(launches.size());
+    size_t before = 0, after = 0;  // the last product; how many behind a loss are still to come
+    for (size_t i = 0; i < launches.size(); ++i) {
+        if (launches[i].kernel == "cross_entropy_kernel") is_head[before] = true, after = 2;
+        if (launches[i].cost.product[0] == 0) continue;
+        is_head[before = i] = after > 0;
+        after -= after > 0;
     }
+    return is_head;
+}
+
+size_t group_of(const NotedLaunch& launch, StepPart part, bool is_head) {
+    if (launch.cost.product[0] > 0)
+        return part == StepPart::update ? kOptimizerProducts : is_head ? kHeadProducts : kBlockProducts;
     size_t group = 0;
     while (!std::regex_search(launch.kernel, std::regex(kGroups[group].kernels))) ++group;
     if (part == StepPart::gradients || group == kCasts) return group;
@@ -213,12 +220,12 @@ Account account_of(Trainer& t) {
           " pieces of work were asked for, ", notes.launches.size(),
           " of them with their cost: a launcher does not call launched()");
     account.launches = std::move(notes.launches);
-    const int64_t head_rows = o.recompute.head_rows(t.micro_batch * o.seq);
+    const std::vector<bool> is_head = products_of_head(account.launches);
     for (size_t i = 0; i < account.launches.size(); ++i) {
         const StepPart part = i < first_of_norm     ? StepPart::gradients
                               : i < first_of_update ? StepPart::norm
                                                     : StepPart::update;
-        account.groups.push_back(group_of(account.launches[i], part, t.config.V_padded(), head_rows));
+        account.groups.push_back(group_of(account.launches[i], part, is_head[i]));
         account.rows.push_back(row_of(account.launches[i], account.groups.back(), account));
     }
     account.tokens = static_cast<double>(o.batch * o.seq);

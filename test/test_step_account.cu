@@ -93,6 +93,35 @@ TEST_CASE("the account lists the launches of a run, in order", "[program][accoun
 #endif
 }
 
+TEST_CASE("the account tells the head's products from those of blocks with the same sizes", "[program][account]") {
+#ifdef CUDA_ON_CPU
+    // Width, vocabulary, and gate and up together are 256; the third chunk of the head has 20 of the 64 rows.
+    const TempFolder folder;
+    spit(folder / "config.json",
+         R"({"model_type": "llama", "vocab_size": 256, "hidden_size": 256, "intermediate_size": 128,
+             "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 64})");
+    for (const int64_t chunks : {1, 3}) {
+        const Outcome outcome = run_program(
+            "train_gpt", concat("--account --model ", folder / "config.json", " --batch 2 --seq 32 --device-spec h100 ",
+                                "--out ", folder / "account", " --head-chunks ", chunks));
+        INFO(outcome.out << outcome.err);
+        REQUIRE(outcome.status == 0);
+        double head = 0, blocks = 0;
+        int64_t n_head = 0;
+        for (const auto& row : read_tsv(folder / "account/launches.tsv")) {
+            if (row[1] == "head products") head += std::stod(row[9]), ++n_head;
+            if (row[1] == "block products") blocks += std::stod(row[9]);
+        }
+        CHECK(n_head == 3 * chunks);
+        const double tokens = 64, C = 256, F = 128, L = 3;
+        CHECK(head == Approx(6 * tokens * C * 256).epsilon(1e-4));
+        CHECK(blocks == Approx(6 * tokens * L * (4 * C * C + 3 * C * F)).epsilon(1e-4));
+    }
+#else
+    SKIP_TEST("the CPU device has this account");
+#endif
+}
+
 TEST_CASE("the account of GPT-2 124M on an H100", "[program][account]") {
 #ifdef CUDA_ON_CPU
     const TempFolder folder;
