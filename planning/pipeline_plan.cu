@@ -41,7 +41,26 @@ States states_of(const Trainer& t, const ModelPart& part) {
     return {model.n, static_cast<int64_t>(weights.bytes()), static_cast<int64_t>(grads.bytes()), others};
 }
 
+// Bytes in the columns of a rank, with copies of weights and states.
+int64_t listed_bytes(const Trainer& t, int rank) {
+    const std::vector<int>& versions = t.pipeline->schedule().versions;
+    const States its = states_of(t, t.pipeline->stages_of(rank).part);
+    const int64_t n = versions.empty() ? 1 : versions[static_cast<size_t>(rank)];
+    const int64_t put_back = validates_later(t.options) ? its.weights + its.others : 0;
+    return n * its.weights + its.grads + its.others + put_back + t.pipeline->planned(rank).activations;
+}
+
 }  // namespace
+
+std::pair<int, double> largest_pipeline_rank(Trainer& t) {
+    std::pair<int, double> largest{0, static_cast<double>(t.memory.bytes())};
+    // What rank 0 takes beside its columns, the others take, too.
+    const double beside = largest.second - static_cast<double>(listed_bytes(t, 0));
+    for (int rank = 1; rank < t.options.pp; ++rank)
+        if (const double bytes = beside + static_cast<double>(listed_bytes(t, rank)); bytes > largest.second)
+            largest = {rank, bytes};
+    return largest;
+}
 
 void print_pipeline_plan(const Trainer& t) {
     const Pipeline& pipeline = *t.pipeline;

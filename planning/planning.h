@@ -65,6 +65,7 @@ void print_tensor_bills(const Trainer& trainer);
 
 // pipeline_plan.cu: --plan with --pp: a row for each rank of a pipeline.
 void print_pipeline_plan(const Trainer& trainer);
+std::pair<int, double> largest_pipeline_rank(Trainer& trainer);  // which takes most on its device, and about how much
 
 // account.cu: at the end of a run on many ranks. step: what this rank sent and received in one step; only_trains: which
 // followed another one, so that the formula holds. Collective; rank 0 prints.

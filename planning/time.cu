@@ -220,8 +220,9 @@ StepCost step_cost(Trainer& t, double state_bytes) {
     return cost;
 }
 
-// Of a pipeline: the schedule simulated with the products of its stages. The head is computed with its backward.
-void print_pipeline_time(const Trainer& t) {
+// Of a pipeline: the schedule simulated with the products of its stages. The head is computed with its backward. Gives
+// the device.
+DeviceSpec print_pipeline_time(const Trainer& t) {
     const TrainOptions& o = t.options;
     const PipelineSchedule& schedule = t.pipeline->schedule();
     const DeviceSpec spec = device_spec(o.device_spec, o.precision.dtype);
@@ -250,6 +251,7 @@ void print_pipeline_time(const Trainer& t) {
     std::printf("  the stages' products take %s a step, with a bubble of %.4f: %s tokens/s at most\n",
                 human_seconds(seconds).c_str(), run.bubble,
                 human_count(static_cast<double>(o.batch * o.seq) / seconds).c_str());
+    return spec;
 }
 
 }  // namespace
@@ -308,8 +310,20 @@ static void print_head_chunks(const Trainer& t, const DeviceSpec& spec) {
     std::printf("\n");
 }
 
+// Where the device has too little memory for the rank that takes most.
+static void print_fit(Trainer& t, const DeviceSpec& spec) {
+    const auto [rank, bytes] =
+        t.pipeline ? largest_pipeline_rank(t) : std::pair(0, static_cast<double>(t.memory.bytes()));
+    if (bytes <= spec.bytes) return;
+    const std::string who = rank > 0 ? concat("rank ", rank, " needs about ", human_bytes(bytes), ": ") : "";
+    std::printf(
+        "  %sit does not fit: %s has %s. Try --recompute, a smaller --micro-batch, --master none, another "
+        "--optimizer, or %s\n",
+        who.c_str(), spec.name, human_bytes(spec.bytes).c_str(), t.pipeline ? "more ranks" : "--offload");
+}
+
 void print_time(Trainer& t) {
-    if (t.pipeline) return print_pipeline_time(t);
+    if (t.pipeline) return print_fit(t, print_pipeline_time(t));
     const TrainOptions& o = t.options;
     double optimizer_bytes = 0;  // of this rank
     for (const OptimizerState& state : t.optimizer->states())
@@ -342,10 +356,5 @@ void print_time(Trainer& t) {
                 human_seconds(most).c_str(), human_count(all_tokens / most).c_str(),
                 human_count(all_tokens / least).c_str());
     print_head_chunks(t, spec);
-    const double total = static_cast<double>(t.memory.bytes());
-    if (total > spec.bytes)
-        std::printf(
-            "  it does not fit: %s has %s. Try --recompute, a smaller --micro-batch, --master none, another "
-            "--optimizer, or --offload\n",
-            spec.name, human_bytes(spec.bytes).c_str());
+    print_fit(t, spec);
 }

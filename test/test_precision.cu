@@ -310,6 +310,22 @@ TEST_CASE("the plan has the famous figures", "[program][plan]") {
     CHECK_THAT(large, ContainsSubstring("it does not fit"));
     CHECK_THAT(large, ContainsSubstring("NVIDIA H100 architecture white paper"));
     CHECK_THAT(large, !ContainsSubstring("on a CPU"));
+    // Of a pipeline the rank that takes most.
+    const auto pipeline = [&](const std::string& flags) {
+        return plan("--model llama-8b --dtype bf16 --batch 16 --micro-batch 1 --device-spec h100 " + flags);
+    };
+    CHECK_THAT(pipeline("--ranks 2 --pp 2 --seq 2048"), ContainsSubstring("\n  it does not fit: h100 has"));
+    CHECK_THAT(pipeline("--ranks 2 --pp 2 --seq 64 --stages 13,19"),
+               ContainsSubstring("rank 1 needs about 78.8 GiB: it does not fit"));
+    CHECK_THAT(pipeline("--ranks 4 --pp 4 --seq 2048"), !ContainsSubstring("it does not fit"));
+    // Copies of weights and states, and errors of compression, are no tables.
+    for (const std::string flags : {"--ranks 4 --pp 4 --pipeline zb-v --seq 64",
+                                    "--ranks 4 --pp 4 --pipeline 2bw --clip 0 --val-every 0 --save-every 0 --seq 64",
+                                    "--ranks 4 --compress 1bit --grad-dtype fp32 --seq 64"}) {
+        INFO(flags);
+        const std::string text = pipeline(flags);
+        CHECK(number_after(text, "  tables, cuBLASLt workspace ") < 0.01 * number_after(text, "  total "));
+    }
     if (!device().is_cpu) return;
     // On a CPU all but the products takes some times as long as its bytes; a number of 16 bits as long as one of 32.
     CHECK_THAT(plan(""), ContainsSubstring("(on a CPU 2 to 6 times that)"));
