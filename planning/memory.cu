@@ -149,13 +149,17 @@ void print_total(Trainer& t) {
     if (o.precision.fp8 != Fp8Recipe::none) states += table_bytes(t.memory.weights, "fp8 weights");
     for (const auto& buffers : {t.model.weight_buffers, t.model.grad_buffers})
         for (const Tensor& buffer : buffers) states += static_cast<double>(buffer.bytes());
-    const size_t state_bytes = static_cast<size_t>(states);
+    const size_t state_bytes = static_cast<size_t>(states), communication = t.memory.communication.bytes();
+    // Of pipelines: older weights, and what an update that is put back was made from.
+    const size_t copies = static_cast<size_t>(table_bytes(t.memory.weights, "versions of the weights") +
+                                              table_bytes(t.memory.optimizer, "before an update"));
     std::vector<std::pair<const char*, size_t>> rows = {
-        {"states", state_bytes},
-        {"activations and scratch", activations},
-        {"sampling", sampling},
-        {"tables, cuBLASLt workspace", total - state_bytes - activations - sampling},
-        {"total", total}};
+        {"states", state_bytes}, {"activations and scratch", activations}, {"sampling", sampling}};
+    if (communication > 0) rows.push_back({"communication", communication});
+    if (copies > 0) rows.push_back({"copies of weights, states", copies});
+    rows.push_back(
+        {"tables, cuBLASLt workspace", total - state_bytes - activations - sampling - communication - copies});
+    rows.push_back({"total", total});
     if (t.memory.host_bytes() > 0) rows.push_back({"on the host", t.memory.host_bytes()});
     for (const auto& [name, bytes] : rows)
         std::printf("  %-26s %13zu %s\n", name, bytes, size_text(static_cast<double>(bytes)).c_str());
