@@ -156,7 +156,7 @@ void AtomicFile::commit() {
     if (closed != 0 || ::rename(temporary_.c_str(), path_.c_str()) != 0) {
         const int error = errno;
         ::unlink(temporary_.c_str());
-        fail("cannot put ", temporary_, " in the place of ", path_, ": ", reason(error));
+        fail("cannot put ", temporary_, " in the place of ", path_, ": ", reason_to_write(error));
     }
     sync_folder(folder_of(path_));
 }

@@ -130,6 +130,15 @@ TEST_CASE("AtomicFile refuses folders, devices and missing or read-only folders"
     CHECK(folder.listing().empty());
 }
 
+TEST_CASE("AtomicFile whose folder is gone at commit() says what to do") {
+    TempFolder folder;
+    make_folder(folder / "gone");
+    AtomicFile file(folder / "gone/file");
+    file.write("text");
+    std::filesystem::remove_all(folder / "gone");
+    CHECK(one_line_with(error_of([&] { file.commit(); }), folder / "gone/file", "No such file", "choose a folder"));
+}
+
 TEST_CASE("a full disk: an error with path, bytes and advice; the old file stays and no rest of the new one") {
     TempFolder folder;
     const std::string path = folder / "file", text(3'000'000, 'x');
