@@ -218,8 +218,8 @@ void Regex::compile(const std::string& pattern, uint32_t options, const std::str
     pcre2_set_newline(context.get(), PCRE2_NEWLINE_LF);
     int error = 0;
     size_t where = 0;
-    code_.reset(pcre2_compile(reinterpret_cast<PCRE2_SPTR>(pattern.data()), pattern.size(), options | PCRE2_UTF, &error,
-                              &where, context.get()),
+    code_.reset(pcre2_compile(reinterpret_cast<PCRE2_SPTR>(pattern.data()), pattern.size(), options, &error, &where,
+                              context.get()),
                 pcre2_code_free);
     check(code_ != nullptr, file, ": the pattern ", shown_, " cannot be compiled: ", message_of(error),
           "; correct it, or convert the tokenizer to one without it");
@@ -227,19 +227,23 @@ void Regex::compile(const std::string& pattern, uint32_t options, const std::str
 }
 
 Regex::Regex(const std::string& pattern, const std::string& file) : shown_(quoted_line(pattern)) {
-    compile(Translator(pattern, file).translate(), PCRE2_UCP | PCRE2_MULTILINE, file);
+    std::string copy;
+    check(readable(pattern, copy) == pattern, file, ": the pattern ", shown_,
+          " has a character of Unicode 15 or later, or a byte that is not UTF-8, which is not supported in a Regex");
+    compile(Translator(pattern, file).translate(), PCRE2_UTF | PCRE2_UCP | PCRE2_MULTILINE, file);
 }
 
 Regex Regex::literal(const std::string& text) {
     Regex regex;
     regex.shown_ = quoted_line(text);
+    regex.is_literal_ = true;
     regex.compile(text, PCRE2_LITERAL, "a text to be found");
     return regex;
 }
 
 void Regex::split(std::string_view text, const std::function<void(size_t, size_t, bool)>& stretch) const {
     std::string copy;
-    const std::string_view subject = readable(text, copy);
+    const std::string_view subject = is_literal_ ? text : readable(text, copy);
     const std::unique_ptr<pcre2_match_data, decltype(&pcre2_match_data_free)> data(pcre2_match_data_create(1, nullptr),
                                                                                    pcre2_match_data_free);
     check(data != nullptr, "no memory to match a pattern");

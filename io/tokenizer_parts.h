@@ -34,7 +34,8 @@ class Regex {
     Regex() = default;
     void compile(const std::string& pattern, uint32_t options, const std::string& file);
     std::shared_ptr<struct pcre2_real_code_8> code_;
-    std::string shown_;  // the pattern, for messages
+    std::string shown_;        // the pattern, for messages
+    bool is_literal_ = false;  // found byte by byte, whatever its characters are
 };
 
 // ---------------------------------------------------------------------------------------------------------------------

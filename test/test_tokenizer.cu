@@ -154,6 +154,18 @@ TEST_CASE("merges go by rank, then from left to right") {
     CHECK(pairs->encode("aaaab") == Ids{5, 5, 1});
 }
 
+TEST_CASE("a text to be found may have characters newer than those of PCRE2") {
+    const auto with_normalizer = [](const char* pattern) {
+        return [=](json& f) {
+            f["normalizer"] = value({{"type", "Replace"}, {"pattern", parsed_json(pattern)}, {"content", "b"}});
+        };
+    };
+    CHECK(small_tokenizer(with_normalizer("{\"String\": \"\U0001FAE8\"}"))->encode("a\U0001FAE8\U0001FAE8") == Ids{4});
+    // In a pattern they would stand for nothing.
+    CHECK(one_line_with(refusal(with_normalizer("{\"Regex\": \"[\U0001FAE8x]\"}")), "Unicode 15", "not supported"));
+    CHECK(small_tokenizer(with_normalizer("{\"Regex\": \"[\U0001F600x]\"}"))->encode("a\U0001F600") == Ids{3});
+}
+
 TEST_CASE("ignore_merges takes a word that is a token") {
     auto no_way_to_bb = [](json& f) { f["model"]["vocab"]["bb"] = 5; };
     CHECK(small_tokenizer(no_way_to_bb)->encode("bb") == Ids{1, 1});
