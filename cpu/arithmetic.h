@@ -15,6 +15,7 @@ namespace {
 
 // The Arithmetic of sgemm.h, for products of floats: a word is a number of any type, widened.
 struct Floats : Numbers {
+    using WordsOfB = Floats;  // what B's words are: with all but one arithmetic the same as A's
     static Vector multiply_add(Vector x, Vector y, Vector sum) { return cuda_cpu::multiply_add(x, y, sum); }
     // The first word of a line that has `left` more numbers.
     template <class T>
@@ -32,6 +33,7 @@ struct Floats : Numbers {
 template <bool smaller_k_is_upper>
 struct Pairs {
     static constexpr int terms = 2;
+    typedef uint32_t Bits __attribute__((vector_size(width * sizeof(uint32_t))));
 
     static float pair(__nv_bfloat16 first, __nv_bfloat16 second) {
         const uint32_t x = __bfloat16_as_ushort(first), y = __bfloat16_as_ushort(second);
@@ -42,7 +44,6 @@ struct Pairs {
     }
     template <std::same_as<__nv_bfloat16>... T>
     static Vector words(const T*... from) {
-        typedef uint32_t Bits __attribute__((vector_size(width * sizeof(uint32_t))));
         const Bits bits = Bits(load(reinterpret_cast<const float*>(from)...));
         return Vector(smaller_k_is_upper ? bits << 16 | bits >> 16 : bits);
     }
@@ -50,6 +51,14 @@ struct Pairs {
     static void with_elements(const Matrix& matrix, F&& f) {
         f(reinterpret_cast<const __nv_bfloat16*>(matrix.data));
     }
+};
+
+// Products of floats again, for bf16 matrices and few_columns.h: a word of A is a pair, so that half as many words are
+// transposed, and its numbers are made floats then. A word of B is a float.
+struct WidenedPairs : Pairs<false> {
+    using WordsOfB = Floats;
+    static Vector first(Vector x) { return Vector(Bits(x) << 16); }
+    static Vector second(Vector x) { return Vector(Bits(x) & 0xffff0000u); }
 };
 
 // The end of the sums of vectors * width rows of one column of D, of which `rows` exist: alpha sum + beta D. Without

@@ -40,6 +40,7 @@ namespace cuda_cpu {
 namespace {
 
 struct Dots : Pairs<true> {
+    using WordsOfB = Dots;
     static Vector multiply_add(Vector x, Vector y, Vector sum) {
         return Vector(_mm512_dpbf16_ps(sum, __m512bh(x), __m512bh(y)));
     }

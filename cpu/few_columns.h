@@ -90,6 +90,19 @@ void widen_row(const Rows<T>& a, int64_t i, int64_t l, int64_t k, float* to) {
     for (; done < k; ++done) to[done] = float(row[l + done]);
 }
 
+// Adds the products of a word of `width` rows of A with all columns of B, whose words are b[0], ..., b[columns - 1].
+// With pairs of A, and floats of B, those of the second number come next.
+template <class Arithmetic, int vectors, int columns>
+void add_word(Vector x, const float* b, Vector (&sums)[columns][vectors], int v) {
+    if constexpr (Arithmetic::terms == Arithmetic::WordsOfB::terms) {
+#pragma GCC unroll 16
+        for (int j = 0; j < columns; ++j) sums[j][v] = Arithmetic::multiply_add(x, broadcast(b[j]), sums[j][v]);
+    } else {
+        add_word<Floats>(Arithmetic::first(x), b, sums, v);
+        add_word<Floats>(Arithmetic::second(x), b + columns, sums, v);
+    }
+}
+
 // Adds k products to the sums of vectors * width rows of A and all columns of B: b[l * columns + j] is word l of
 // column j.
 template <class Arithmetic, int vectors, int columns, class T>
@@ -98,28 +111,27 @@ void add_products(const Rows<T>& a, const float* b, int64_t k, Vector (&total)[c
     for (int i = 0; i < vectors * width; ++i) rows[i] = a.row(i);
     Vector sums[columns][vectors];
     std::memcpy(sums, total, sizeof sums);
-    constexpr int terms = Arithmetic::terms, square = width * width * terms;
+    using WordsOfB = typename Arithmetic::WordsOfB;
+    constexpr int terms = Arithmetic::terms, square = width * width * terms,
+                  b_words = columns * terms / WordsOfB::terms;
     const T* next = a.next;
     const int64_t step = a.has_next ? square : 0;
     int64_t l = 0;
-    for (; l + width * terms <= k; l += width * terms, b += width * columns) {
+    for (; l + width * terms <= k; l += width * terms, b += width * b_words) {
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; ++v) {
             fetch<square>(next), next += step;
             Vector x[width];
             load_transposed<Arithmetic>(x, [&](int i) { return rows[v * width + i] + l; });
 #pragma GCC unroll 16
-            for (int i = 0; i < width; ++i)
-#pragma GCC unroll 16
-                for (int j = 0; j < columns; ++j)
-                    sums[j][v] = Arithmetic::multiply_add(x[i], broadcast(b[i * columns + j]), sums[j][v]);
+            for (int i = 0; i < width; ++i) add_word<Arithmetic>(x[i], b + i * b_words, sums, v);
         }
     }
-    for (; l < k; l += terms, b += columns)
+    for (; l < k; l += WordsOfB::terms, b += columns)
         for (int v = 0; v < vectors; ++v) {
             Vector x;
-            for (int i = 0; i < width; ++i) x[i] = Arithmetic::word(rows[v * width + i] + l, k - l);
-            for (int j = 0; j < columns; ++j) sums[j][v] = Arithmetic::multiply_add(x, broadcast(b[j]), sums[j][v]);
+            for (int i = 0; i < width; ++i) x[i] = WordsOfB::word(rows[v * width + i] + l, k - l);
+            add_word<WordsOfB>(x, b, sums, v);
         }
     std::memcpy(total, sums, sizeof sums);
 }
@@ -149,7 +161,7 @@ void multiply_transposed(const T* a, int64_t row_stride, int64_t rows, const flo
     constexpr int vectors = padded <= 2 && width < 16 ? 2 : 1;  // one square of AVX-512 is enough to do at a time
     for_parts(a, row_stride, rows, k, vectors * width, [&](const Rows<T>& part, int64_t row, int64_t first_k) {
         Vector sums[padded][vectors] = {};
-        add_products<Arithmetic, vectors, padded>(part, b + first_k / Arithmetic::terms * padded,
+        add_products<Arithmetic, vectors, padded>(part, b + first_k / Arithmetic::WordsOfB::terms * padded,
                                                   std::min(panel_k, part.k_left), sums);
         for (int64_t j = 0; j < columns; ++j)
             finish_column(sums[j], alpha, first_k == 0 ? beta : 1.0f, d + row + j * ld, part.count);
@@ -246,7 +258,7 @@ template <class Arithmetic>
 void multiply_few_columns(const Matrix& a, const Matrix& b, int64_t rows, int64_t columns, int64_t k, float alpha,
                           float beta, float* d, int64_t ld, float* space) {
     const auto multiply = [&]<int padded>(std::integral_constant<int, padded>) {
-        gather_columns<Arithmetic, padded>(b, columns, k, space);
+        gather_columns<typename Arithmetic::WordsOfB, padded>(b, columns, k, space);
         Arithmetic::with_elements(a, [&](const auto* from) {
             if constexpr (padded <= most_transposed<std::remove_cvref_t<decltype(*from)>>)
                 multiply_transposed<Arithmetic, padded>(from, a.row_stride, rows, space, columns, k, alpha, beta, d,

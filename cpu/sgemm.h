@@ -145,8 +145,12 @@ void multiply_lines(const float* packed_a, const float* packed_b, int64_t words,
 template <class Arithmetic>
 void multiply_packed(const Matrix& a, const Matrix& b, int64_t rows, int64_t columns, int64_t k, float alpha,
                      float beta, float* d, int64_t ld, float* space) {
-    if (columns <= most_few_columns && a.column_stride == 1)
+    if (columns <= most_few_columns && a.column_stride == 1) {
+        if constexpr (std::same_as<Arithmetic, Floats>)
+            if (a.type == CUDA_R_16BF && b.type == CUDA_R_16BF)
+                return multiply_few_columns<WidenedPairs>(a, b, rows, columns, k, alpha, beta, d, ld, space);
         return multiply_few_columns<Arithmetic>(a, b, rows, columns, k, alpha, beta, d, ld, space);
+    }
     float *const packed_a = space, *const packed_b = space + panel_rows * std::min(k, panel_k);
     int64_t first_k = 0;
     do {
