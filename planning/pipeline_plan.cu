@@ -41,13 +41,17 @@ States states_of(const Trainer& t, const ModelPart& part) {
     return {model.n, static_cast<int64_t>(weights.bytes()), static_cast<int64_t>(grads.bytes()), others};
 }
 
+// Of its weights, that a rank keeps at the same time.
+int versions_of(const PipelineSchedule& schedule, int rank) {
+    return schedule.versions.empty() ? 1 : schedule.versions[static_cast<size_t>(rank)];
+}
+
 // Bytes in the columns of a rank, with copies of weights and states.
 int64_t listed_bytes(const Trainer& t, int rank) {
-    const std::vector<int>& versions = t.pipeline->schedule().versions;
     const States its = states_of(t, t.pipeline->stages_of(rank).part);
-    const int64_t n = versions.empty() ? 1 : versions[static_cast<size_t>(rank)];
     const int64_t put_back = validates_later(t.options) ? its.weights + its.others : 0;
-    return n * its.weights + its.grads + its.others + put_back + t.pipeline->planned(rank).activations;
+    return versions_of(t.pipeline->schedule(), rank) * its.weights + its.grads + its.others + put_back +
+           t.pipeline->planned(rank).activations;
 }
 
 }  // namespace
@@ -82,8 +86,7 @@ void print_pipeline_plan(const Trainer& t) {
         std::printf("%4d  %-24s %10s %10s %10s %10s %10s %10s %12s %8d\n", rank, part_text(part).c_str(),
                     human_count(static_cast<double>(its.parameters)).c_str(), text(its.weights).c_str(),
                     text(its.grads).c_str(), text(its.others).c_str(), text(traffic.activations).c_str(),
-                    text(traffic.longer).c_str(), text(traffic.bytes).c_str(),
-                    schedule.versions.empty() ? 1 : schedule.versions[static_cast<size_t>(rank)]);
+                    text(traffic.longer).c_str(), text(traffic.bytes).c_str(), versions_of(schedule, rank));
     }
     std::printf("what follows is of rank 0\n");
 }

@@ -220,12 +220,10 @@ StepCost step_cost(Trainer& t, double state_bytes) {
     return cost;
 }
 
-// Of a pipeline: the schedule simulated with the products of its stages. The head is computed with its backward. Gives
-// the device.
-DeviceSpec print_pipeline_time(const Trainer& t) {
+// Of a pipeline: the schedule simulated with the products of its stages. The head is computed with its backward.
+void print_pipeline_time(const Trainer& t, const DeviceSpec& spec) {
     const TrainOptions& o = t.options;
     const PipelineSchedule& schedule = t.pipeline->schedule();
-    const DeviceSpec spec = device_spec(o.device_spec, o.precision.dtype);
     const double rate = spec.rate(o.precision.dtype),
                  block_rate = o.precision.fp8 != Fp8Recipe::none && spec.fp8 > 0 ? spec.fp8 : rate;
     Config c = t.model.local;
@@ -251,7 +249,6 @@ DeviceSpec print_pipeline_time(const Trainer& t) {
     std::printf("  the stages' products take %s a step, with a bubble of %.4f: %s tokens/s at most\n",
                 human_seconds(seconds).c_str(), run.bubble,
                 human_count(static_cast<double>(o.batch * o.seq) / seconds).c_str());
-    return spec;
 }
 
 }  // namespace
@@ -323,8 +320,13 @@ static void print_fit(Trainer& t, const DeviceSpec& spec) {
 }
 
 void print_time(Trainer& t) {
-    if (t.pipeline) return print_fit(t, print_pipeline_time(t));
     const TrainOptions& o = t.options;
+    const DeviceSpec spec = device_spec(o.device_spec, o.precision.dtype);
+    if (t.pipeline) {
+        print_pipeline_time(t, spec);
+        print_fit(t, spec);
+        return;
+    }
     double optimizer_bytes = 0;  // of this rank
     for (const OptimizerState& state : t.optimizer->states())
         optimizer_bytes += static_cast<double>(state.tensor.bytes());
@@ -338,7 +340,6 @@ void print_time(Trainer& t) {
     std::printf("%s%s tokens, %sFLOP%s, %s moved\n", rank_count(o.ranks) > 1 ? "a step, rank 0  " : "a step          ",
                 human_count(tokens).c_str(), human_count(cost.flops).c_str(),
                 o.recompute.every > 0 ? " with recomputation" : "", human_bytes(cost.bytes).c_str());
-    const DeviceSpec spec = device_spec(o.device_spec, o.precision.dtype);
     const double rate = spec.rate(o.precision.dtype), fp8_rate = spec.fp8 > 0 ? spec.fp8 : rate;
     const double compute = (cost.flops - cost.fp8_flops - cost.optimizer_flops) / rate + cost.fp8_flops / fp8_rate +
                            cost.optimizer_flops / spec.rate(o.optimizer_options.ns_dtype),
