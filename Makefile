@@ -122,11 +122,11 @@ ifneq ($(SANITIZE),)
   EMULATED_FLAGS :=
 endif
 
-# make count: what reads and writes device memory is compiled with a call before each load and store (cpu/count_bytes.cpp). The
-# sanitizer's own library is not linked.
+# make count: kernels as on a GPU, with a call before each load and store (cpu/count_bytes.cpp). The sanitizer's own library is
+# not linked.
 ifeq ($(COUNT),1)
   BUILD          := $(BUILD)-count
-  OPTIMIZE       := -O1 -fsanitize=thread --param tsan-instrument-func-entry-exit=0 -DCOUNT_BYTES
+  OPTIMIZE       := -O1 -fsanitize=thread --param tsan-instrument-func-entry-exit=0 -DCOUNT_BYTES -DGPU_CHUNKS
   LIGHT_FLAGS    :=
   EMULATED_FLAGS :=
   LAYERS_FLAGS   :=
@@ -500,36 +500,35 @@ account:
 	    --out build/account
 	@cp build/account/account.md dev/ACCOUNT.md && cp build/account/account.png doc/account.png
 
-# ---- counting: are the bytes that launchers state those that the kernels touch? ------------------------------------------
-# The kernels of training and of inference, in train_gpt and in the tests that have the tag [counted].
-COUNTED := core/launches core/error cpu/hopper_copies \
-           $(patsubst %.cu,%,$(wildcard layers/*.cu layers/flash_attention/*.cu optim/*.cu))
-COUNTED_OBJECTS := $(COUNTED:%=build/cpu-count/%.o)
-COUNTED_TESTS = test/main test/reference $(patsubst %.cu,%,$(shell grep -l '\[counted\]' test/test_*.cu))
-LINK_COUNTED = $(CXX) -fopenmp build/cpu-count/counted.o build/cpu-count/cpu/count_bytes.o
-$(BUILD)/cpu/count_bytes.o: private CXXFLAGS += -fno-sanitize=all -O2
-count:
-	@$(MAKE) -s DEVICE=cpu build/cpu/train_gpt.o $(COUNTED_TESTS:%=build/cpu/%.o) build/cpu/libllm.a
-	@$(MAKE) -s DEVICE=cpu COUNT=1 $(COUNTED_OBJECTS) build/cpu-count/cpu/count_bytes.o
-	$(say) LINK 'build/cpu-count/train_gpt and run_tests'
-	$(Q)ld -r --wrap=memcpy --wrap=memmove --wrap=memset $(COUNTED_OBJECTS) -o build/cpu-count/counted.o
-	$(Q)$(LINK_COUNTED) build/cpu/train_gpt.o build/cpu/libllm.a $(LDLIBS) -o build/cpu-count/train_gpt
-	$(Q)$(LINK_COUNTED) $(COUNTED_TESTS:%=build/cpu/%.o) build/cpu/libllm.a $(catch2_library) $(LDLIBS) \
-	    -o build/cpu-count/run_tests
-	@test/count_bytes.sh build/cpu-count/train_gpt build/cpu-count/run_tests
-
 # ---- a GPU's choices: tests with its packs, tiles and blocks (layers/chunk.cuh), and with as many multiprocessors -----------
-# Files with kernels, and tests that look into them; the rest is that of the normal build.
-CHOOSING_KERNELS = $(patsubst %.cu,build/cpu-gpu-choices/%.o,$(shell grep -lE '__global__|<<<|\.cuh"' $(LIBRARY)))
-CHOOSING_TESTS   = $(patsubst %.cu,build/cpu-gpu-choices/%.o,$(shell grep -l '\.cuh"' $(TESTS)))
-OTHER_TESTS      = $(filter-out $(CHOOSING_TESTS:build/cpu-gpu-choices/%=build/cpu/%),$(TESTS:%.cu=build/cpu/%.o))
+# Files with kernels, and tests that look into them, once more; the rest is that of the normal build.
+CHOOSING       = $(patsubst %.cu,%.o,$(shell grep -lE '__global__|<<<|\.cuh"' $(LIBRARY)))
+CHOOSING_TESTS = $(patsubst %.cu,%.o,$(shell grep -l '\.cuh"' $(TESTS)))
+CHOSEN         = $(addprefix build/cpu-gpu-choices/,$(CHOOSING) $(CHOOSING_TESTS))
 gpu-choices:
 	@$(MAKE) -s DEVICE=cpu tests
-	@$(MAKE) -s DEVICE=cpu GPU_CHOICES=1 $(CHOOSING_KERNELS) $(CHOOSING_TESTS)
+	@$(MAKE) -s DEVICE=cpu GPU_CHOICES=1 $(CHOSEN)
 	$(say) LINK build/cpu-gpu-choices/run_tests
-	$(Q)$(LINK) -fsanitize=alignment $(CHOOSING_KERNELS) $(CHOOSING_TESTS) $(OTHER_TESTS) build/cpu/libllm.a $(catch2_library) \
-	    $(LDLIBS) -o build/cpu-gpu-choices/run_tests
+	$(Q)$(LINK) -fsanitize=alignment $(CHOSEN) $(addprefix build/cpu/,$(filter-out $(CHOOSING_TESTS),$(TESTS:%.cu=%.o))) \
+	    build/cpu/libllm.a $(catch2_library) $(LDLIBS) -o build/cpu-gpu-choices/run_tests
 	@test/gpu_choices.sh build/cpu-gpu-choices $(ONCE)
+
+# ---- counting: are the bytes that launchers state those that the kernels touch, with a GPU's choices? ------------------------
+# In train_gpt, and in the tests that have the tag [counted].
+COUNTED       = $(addprefix build/cpu-count/,core/launches.o core/error.o cpu/hopper_copies.o $(CHOOSING))
+COUNTED_TESTS = test/main.o test/reference.o $(patsubst %.cu,%.o,$(shell grep -l '\[counted\]' test/test_*.cu))
+OF_BOTH       = $(addprefix build/cpu-count/,$(filter $(CHOOSING_TESTS),$(COUNTED_TESTS)))
+OF_ONE        = $(addprefix build/cpu/,$(filter-out $(CHOOSING_TESTS),$(COUNTED_TESTS)))
+LINK_COUNTED  = $(CXX) -fopenmp build/cpu-count/counted.o build/cpu-count/cpu/count_bytes.o
+build/cpu-count/test/%.o build/cpu-count/cpu/count_bytes.o: private CXXFLAGS += -fno-sanitize=all -O2
+count:
+	@$(MAKE) -s DEVICE=cpu build/cpu/train_gpt.o $(OF_ONE) build/cpu/libllm.a
+	@$(MAKE) -s DEVICE=cpu COUNT=1 $(COUNTED) build/cpu-count/cpu/count_bytes.o $(OF_BOTH)
+	$(say) LINK 'build/cpu-count/train_gpt and run_tests'
+	$(Q)ld -r --wrap=memcpy --wrap=memmove --wrap=memset $(COUNTED) -o build/cpu-count/counted.o
+	$(Q)$(LINK_COUNTED) build/cpu/train_gpt.o build/cpu/libllm.a $(LDLIBS) -o build/cpu-count/train_gpt
+	$(Q)$(LINK_COUNTED) $(OF_ONE) $(OF_BOTH) build/cpu/libllm.a $(catch2_library) $(LDLIBS) -o build/cpu-count/run_tests
+	@test/count_bytes.sh build/cpu-count/train_gpt build/cpu-count/run_tests
 
 # ---- the GPU harness: a GPU is at hand only for minutes at a time, so each of these is one command ----------------------
 # Their variables are described at the top of each script, and may be given to make: make bench MODELS=gpt2 SEQS=1024.

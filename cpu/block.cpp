@@ -81,6 +81,7 @@ class Block {
         return async_copies_[thread];
     }
     bool running() const { return launch_; }
+    uint64_t n_begun() const { return n_begun_; }
     bool is_stack(uintptr_t address) const;
     std::string where_launched() const;
     std::string where() const { return where_launched() + ", thread " + name(current_->thread); }
@@ -116,6 +117,7 @@ class Block {
 
     const Launch* launch_ = nullptr;
     const BlockProgram* program_ = nullptr;
+    uint64_t n_begun_ = 0;
     dim3 size_;       // of the block
     unsigned n_ = 0;  // threads in the block
     unsigned last_warp_ = 0, last_warp_mask_ = ~0u;
@@ -163,6 +165,7 @@ thread_local std::unique_ptr<Block> owned_block;
 void Block::run(const Launch& launch, const BlockProgram& program, uint3 index) {
     launch_ = &launch;
     program_ = &program;
+    ++n_begun_;
     size_ = launch.block;
     index_ = index;
     n_ = size_.x * size_.y * size_.z;
@@ -658,6 +661,7 @@ std::string where_are_we() {
     return strict ? block->where() : block->where_launched();
 }
 bool in_kernel() { return block && block->running(); }
+uint64_t blocks_begun() { return block ? block->n_begun() : 0; }
 bool is_fiber_stack(uintptr_t address) { return block && block->is_stack(address); }
 
 void trap(unsigned thread, const char* what, const char* file, int line) {

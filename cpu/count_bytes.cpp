@@ -1,4 +1,6 @@
 // cpu/count_bytes.cpp: counts the bytes of device memory that a kernel touches (make count). Only that build has it.
+// Of a kernel that may start before those in front of it have ended (layers/early_launch.cuh), it also checks what that
+// touches before it waits for them.
 //
 // g++ -fsanitize=thread puts a call before every load and store, and the functions that are called are ours, instead of
 // the library that looks for races with them; copies of whole ranges are calls of memcpy and its like, to which the
@@ -19,23 +21,40 @@
 #include <mutex>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace cuda_cpu {
 namespace {
 
-constexpr uint8_t kRead = 1, kWritten = 2;
+constexpr uint8_t kRead = 1, kWritten = 2, kReadEarly = 4, kWrittenEarly = 8;
 constexpr uintptr_t kPage = 4096, kLine = 256;  // an allocation has whole lines (cpu/memory.cpp)
 struct Marks {
     uint8_t of[kPage] = {};
 };
 // Of memory that kernels can reach: which of it the launch has touched, by page number.
-thread_local std::map<uintptr_t, std::unique_ptr<Marks>> pages;
+using Pages = std::map<uintptr_t, std::unique_ptr<Marks>>;
+thread_local Pages pages;
 // Where the marks of a line are, or null: it is ordinary memory. Most loads and stores are of a few lines.
 struct FoundLine {
     uintptr_t number = ~uintptr_t{0};
     uint8_t* marks = nullptr;
 };
 thread_local std::array<FoundLine, 1024> found_lines;
+
+// On a GPU these may all be running when a launch starts early: the early launches in front of it, and the launch in
+// front of those, which has waited for everything before it.
+struct InFront {
+    std::string kernel;
+    Pages pages;
+};
+thread_local std::vector<InFront> in_front;
+// Of the launch that runs, if it may start early. A block has waited when all of its threads have.
+struct Early {
+    bool on = false;
+    uint64_t blocks_before = 0, block = 0;  // begun before it; the last that has waited
+    uint64_t n_waited = 0;                  // blocks
+};
+thread_local Early early;
 
 // How what is touched is held against what is stated. `most`: the data say how much it is; the statement is what it may
 // be at most, and over all launches it is at least three quarters of that. `at_most`: the data may leave nothing of it.
@@ -70,9 +89,11 @@ HeldBytes how_to_hold(const std::string& kernel, int64_t reads) {
         {"flash_backward_hopper_kernel", {most, most}},
         // Which lists are long.
         {"embedding_backward_kernel", {at_most, at_most}},
-        // How many rows the cache has, only the device knows: keys and values are not stated.
-        {"paged_attention_kernel", {at_least, exact}},
-        {"paged_decode_kernel", {at_least, exact}},
+        // How many rows the cache has, only the device knows: keys and values are not stated. Nor does the host know
+        // which chunks have one row, and may be divided into splits.
+        {"paged_attention_kernel", {at_least, at_most}},
+        {"paged_decode_kernel", {at_least, most}},
+        {"join_splits_kernel", {at_most, at_most}},
     };
     // Of an amax that may be known already, whether it is.
     if (kernel == "amax_kernel" && reads == sizeof(float)) return {at_least, exact};
@@ -90,6 +111,7 @@ struct Verdict {
     int64_t launches = 0, differing = 0;
     Bytes stated, counted;          // of the last that differed
     Bytes all_stated, all_counted;  // of those whose limits are `most`
+    std::string too_early;          // what the last launch that breaks the rules of early launches does
 };
 std::mutex mutex;                         // guards the next
 std::map<std::string, Verdict> verdicts;  // by kernel
@@ -105,8 +127,7 @@ uint8_t* marks_of_line(uintptr_t number) {
     if (!page) page = std::make_unique<Marks>();
     return line.marks = page->of + address % kPage;
 }
-void mark(uintptr_t address, size_t bytes, uint8_t what) {
-    if (!in_kernel()) return;
+void set_marks(uintptr_t address, size_t bytes, uint8_t what) {
     for (const uintptr_t end = address + bytes; address < end;) {
         const uintptr_t first = address % kLine, n = std::min(kLine - first, end - address);
         if (uint8_t* marks = marks_of_line(address / kLine))
@@ -114,7 +135,35 @@ void mark(uintptr_t address, size_t bytes, uint8_t what) {
         address += n;
     }
 }
-void forget() {
+void mark(uintptr_t address, size_t bytes, uint8_t what) {
+    if (!in_kernel()) return;
+    const bool is_early = early.on && early.block != blocks_begun();
+    set_marks(address, bytes, is_early ? what | what * (kReadEarly / kRead) : what);
+}
+// What the launch, an early one, has done that it may not; "" if nothing.
+std::string done_too_early() {
+    if (early.n_waited != blocks_begun() - early.blocks_before)
+        return "has " + std::to_string(blocks_begun() - early.blocks_before) + " blocks, of which " +
+               std::to_string(early.n_waited) + " call wait_for_previous()";
+    for (const auto& [number, page] : pages) {
+        for (const uint8_t marks : page->of)
+            if (marks & kWrittenEarly) return "writes before it calls wait_for_previous()";
+        for (const InFront& other : in_front) {
+            const auto its = other.pages.find(number);
+            if (its == other.pages.end()) continue;
+            for (uintptr_t i = 0; i < kPage; ++i)
+                if (page->of[i] & kReadEarly && its->second->of[i] & kWritten)
+                    return "reads before it calls wait_for_previous() what " + other.kernel + " in front of it writes";
+        }
+    }
+    return "";
+}
+// The launch has ended, and is now in front of the next.
+void put_in_front(const char* kernel) {
+    if (!kernel && pages.empty()) return;  // there was none
+    if (!early.on) in_front.clear();
+    in_front.push_back({kernel ? kernel : "a launch that states nothing", std::move(pages)});
+    early = {};
     pages.clear();
     found_lines.fill({});
 }
@@ -141,7 +190,8 @@ struct AtExit {
             const bool too_much =
                 4 * v.all_counted.reads < 3 * v.all_stated.reads || 4 * v.all_counted.writes < 3 * v.all_stated.writes;
             if (too_much) print(kernel, "all launches together state", v.all_stated, v.all_counted);
-            differs = differs || v.differing > 0 || too_much;
+            if (!v.too_early.empty()) std::printf("%s %s\n", kernel.c_str(), v.too_early.c_str());
+            differs = differs || v.differing > 0 || too_much || !v.too_early.empty();
         }
         std::printf("counted kernels:%s\ncounted the bytes of %lld launches: %s\n", names.c_str(),
                     static_cast<long long>(launches), differs ? "some are not as stated" : "all as stated");
@@ -157,19 +207,29 @@ void count_launch(const char* kernel, int64_t reads, int64_t writes) {
     for (const auto& [number, page] : pages)
         for (const uint8_t marks : page->of)
             counted.reads += marks & kRead, counted.writes += (marks & kWritten) / kWritten;
-    forget();
-    // Products of cuBLASLt are no kernels here. What its emulation touches says nothing of NVIDIA's library: it reads
-    // whole matrices, and once more what it has written (a float32 result, which it adds to; the input of GELU).
+    const std::string too_early = early.on ? done_too_early() : "";
+    put_in_front(kernel);
+    // What NVIDIA's library reads and writes more than once, its emulation cannot say.
     if (!kernel || kernel == std::string_view("matmul")) return;
     const HeldBytes held = how_to_hold(kernel, reads);
     const std::lock_guard lock(mutex);
     Verdict& verdict = verdicts[kernel];
     ++verdict.launches;
+    if (!too_early.empty()) verdict.too_early = too_early;
     if (held.reads == Held::most) verdict.all_stated.reads += reads, verdict.all_counted.reads += counted.reads;
     if (held.writes == Held::most) verdict.all_stated.writes += writes, verdict.all_counted.writes += counted.writes;
     if (holds(held.reads, reads, counted.reads) && holds(held.writes, writes, counted.writes)) return;
     ++verdict.differing;
     verdict.stated = {reads, writes}, verdict.counted = counted;
+}
+
+void count_product(uintptr_t address, size_t bytes) { set_marks(address, bytes, kWritten); }
+void count_end() { in_front.clear(); }
+void count_early_launch() { early = {.on = true, .blocks_before = blocks_begun()}; }
+void count_wait_for_previous() {
+    if (early.block == blocks_begun()) return;
+    early.block = blocks_begun();
+    ++early.n_waited;
 }
 
 }  // namespace cuda_cpu

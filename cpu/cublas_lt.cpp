@@ -457,6 +457,9 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t oper
     p.d_scale = operation->d_scale, p.d_amax = operation->d_amax;
     p.a_scale_mode = operation->a_scale_mode, p.b_scale_mode = operation->b_scale_mode;
     if (d_layout->order == CUBLASLT_ORDER_ROW) p.transpose();
+    if (cuda_cpu::count_product)
+        for (const cuda_cpu::Access& access : accesses_of(p))
+            if (access.writes) cuda_cpu::count_product(reinterpret_cast<uintptr_t>(access.data), access.bytes);
     if (cuda_cpu::runs_at_once(stream)) return cuda_cpu::multiply(p), CUBLAS_STATUS_SUCCESS;
     const cuda_cpu::Footprint footprint{"a matrix product", place, accesses_of(p)};
     const cudaError_t error = cuda_cpu::enqueue(

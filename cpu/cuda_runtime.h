@@ -219,6 +219,10 @@ void take_addresses_alone(bool on);
 // make count (cpu/count_bytes.cpp): what the launch just before has touched is held against this. A launch that states
 // nothing, nullptr, is not counted.
 void count_launch(const char* kernel, int64_t reads, int64_t writes);
+// The next launch may start before those in front of it have ended (layers/early_launch.cuh); the block that runs has
+// waited for them.
+void count_early_launch();
+void count_wait_for_previous();
 }  // namespace cuda_cpu
 template <class T>
 cudaError_t cudaMalloc(T** pointer, size_t bytes) {

@@ -53,6 +53,7 @@ std::string thread_name(unsigned thread);  // "(5,0,0)"
 // is, only strict mode knows at any time.
 std::string where_are_we();
 bool in_kernel();
+uint64_t blocks_begun();  // by this OS thread
 bool is_fiber_stack(uintptr_t address);
 
 // ---- cpu/hopper.cpp, called by the scheduler
@@ -61,6 +62,10 @@ void hopper_meet(unsigned first_thread, unsigned n_threads, unsigned mask);  // 
 void hopper_step();                                                          // strict mode: completes a copy, at random
 bool hopper_land_one();      // every thread waits: completes a copy. False: none is in flight
 std::string hopper_waits();  // for the report when all wait for ever: which threads wait at which barrier
+
+// ---- cpu/count_bytes.cpp, which only the programs of `make count` have: in others these two are null
+[[gnu::weak]] void count_product(uintptr_t address, size_t bytes);  // a product of cuBLASLt has written these bytes
+[[gnu::weak]] void count_end();                                     // all launches so far have ended
 
 // ---- cpu/memory.cpp
 // Memory that can still be had: of the machine, and of the control groups that this process is in, which is how a

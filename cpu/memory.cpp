@@ -150,6 +150,7 @@ cudaError_t release(void* pointer, bool pinned_host) {
         device = at->second.device;
     }
     if (strict) wait_for_device(device);  // cudaFree waits for the device
+    if (count_end) count_end();
     const uintptr_t address = reinterpret_cast<uintptr_t>(pointer);
     Allocation allocation;
     {
@@ -255,6 +256,7 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
                             Place place) {
     if (bytes == 0) return cudaSuccess;
     if (!is_valid_copy(to, from, bytes, kind)) return remember(cudaErrorInvalidValue);
+    if (count_end) count_end();
     if (runs_at_once(stream)) {
         if (!takes_addresses_alone || (!is_addresses(to) && !is_addresses(from))) std::memmove(to, from, bytes);
         return cudaSuccess;
@@ -290,6 +292,7 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind 
 cudaError_t cudaMemsetAsync(void* pointer, int value, size_t bytes, cudaStream_t stream, Place place) {
     if (bytes == 0) return cudaSuccess;
     if (!is_known(pointer, bytes)) return remember(cudaErrorInvalidValue);
+    if (count_end) count_end();
     if (runs_at_once(stream)) {
         if (!takes_addresses_alone || !is_addresses(pointer)) std::memset(pointer, value, bytes);
         return cudaSuccess;

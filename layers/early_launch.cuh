@@ -19,7 +19,8 @@
 //     compiler that is memory which never changes while the kernel runs, and it may load it sooner;
 //   - it may call let_next_start() at any time, also if the next one is launched as always, and waits.
 //
-// Older GPUs, and the CPU device, run one kernel after the other, and both functions do nothing.
+// Older GPUs, and the CPU device, run one kernel after the other, and both functions do nothing. `make count` checks
+// the second and the third of these rules in each such launch of its runs (cpu/count_bytes.cpp).
 #pragma once
 
 #include "core/kernel.cuh"
@@ -32,7 +33,10 @@ __device__ __forceinline__ void let_next_start() {
 #endif
 }
 __device__ __forceinline__ void wait_for_previous() {
-#if !defined(CUDA_ON_CPU) && __CUDA_ARCH__ >= 900
+#ifdef COUNT_BYTES
+    cuda_cpu::wait_for_block("wait_for_previous()", 0);
+    cuda_cpu::count_wait_for_previous();
+#elif !defined(CUDA_ON_CPU) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
@@ -60,6 +64,9 @@ struct EarlyLaunch {
 
     template <class... Parameters, class... Arguments>
     void operator()([[maybe_unused]] const char* name, void (*kernel)(Parameters...), Arguments... arguments) const {
+#ifdef COUNT_BYTES
+        cuda_cpu::count_early_launch();
+#endif
 #ifdef CUDA_ON_CPU
         cuda_cpu::launch({name, [kernel](auto of) { return of(kernel); }}, file, line,
                          cuda_cpu::Configuration(grid, block, shared_bytes, stream), kernel,

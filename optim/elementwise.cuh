@@ -239,8 +239,10 @@ struct LaunchElementwise {
 // What an update of n elements in so many tiles moves.
 template <class F, class G>
 LaunchCost update_cost(int64_t n, int64_t n_tiles, int64_t n_states) {
-    // Of an entry of the table: places, n and decay; with random numbers also the element's.
-    const int64_t entry = 8 * (2 + F::has_copy + (n_states > 0)) + 8 + (F::stochastic ? 32 : 0);
+    // Of an entry of the table: places, n and decay; with random numbers also the element's. For packs of several
+    // elements all places, also of arrays that are not there (PackEnd).
+    const int64_t places = kPack > 1 ? 4 : 2 + F::has_copy + (n_states > 0);
+    const int64_t entry = 8 * places + 8 + (F::stochastic ? 32 : 0);
     const int64_t both = static_cast<int64_t>(sizeof(typename F::Value)) + 4 * n_states;
     return {.reads = n * (both + static_cast<int64_t>(sizeof(G))) + n_tiles * entry + 4,
             .writes = n * (both + (F::has_copy ? static_cast<int64_t>(sizeof(typename F::Copy)) : 0)),

@@ -261,7 +261,7 @@ TEST_CASE("one launch writes a row and attends with the bits of two", "[paged][c
         check_decode({{66, 31, 2}, 17, {8, 2, 128}, 0, false, RopePairs::halves}, dtype);
     }
 }
-TEST_CASE("one launch for long sequences has the bits of two", "[paged]") {
+TEST_CASE("one launch for long sequences has the bits of two", "[paged][counted]") {
     for (DType dtype : kFloatDTypes) {
         check_decode({{290, 600}, 17, {6, 2, 32}, 0, true, RopePairs::neighbours}, dtype);
         check_decode({{300, 65}, 16, {10, 1, 80}, 70, true, RopePairs::halves}, dtype);
