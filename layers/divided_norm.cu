@@ -15,7 +15,7 @@
 // would in mean(x^2) - m^2. All ranks combine the same numbers in the same order, so that m and r have the same bits on
 // all of them. RMSNorm has m = 0 everywhere, and no a.
 //
-// Bytes: each step reads the rows once more than the norms of one rank do, which keep them in registers.
+// Bytes: the second step of either pass reads its rows again; the norms of one rank keep them in registers.
 #include "layers/layers.h"
 #include "layers/norm.cuh"
 
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kNormThreads<kColumns>, kNormBlocks<kColumns>)
     if (threadIdx.x == 0 && row < N) parts[2 * row] = m, parts[2 * row + 1] = s;
 }
 
-// parts: (n_ranks, N).
+// parts: (n_ranks, N, 2).
 template <class T, int n, int kColumns>
 __global__ void __launch_bounds__(kNormThreads<kColumns>, kNormBlocks<kColumns>)
     forward_finish_kernel(T* out, float* mean, float* rstd, const T* x, const float* parts, int n_ranks,

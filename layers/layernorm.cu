@@ -11,8 +11,8 @@
 //               dx = r (dn - mean_c(dn) - n mean_c(dn n))
 //               + dsum, the gradient that reaches x past the norm, along the residual stream
 //
-//               Why two means are subtracted: y does not change when a constant is added to x, or x is multiplied by
-//               one, so dx has no component along the all-ones vector and none along n.
+//               Why two means are subtracted: y does not change when a constant is added to x, or when x is multiplied
+//               by a positive constant, so dx has no component along the all-ones vector and none along n.
 //
 // As plain loops, for each row:
 //

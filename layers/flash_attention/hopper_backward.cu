@@ -6,8 +6,8 @@
 // dS, which both consumers put into shared memory, and goes to device memory, where the sums of a head lie in float32.
 //
 //               128 keys     queries, of a stage     dS          results on their way    shared memory
-//     D = 64    k, v         q, do of 64, 3 stages   128 x 128   2 x 16 KiB for each     177 KiB
-//     D = 128   k, v         q, do of 64, 2 stages   128 x 128   32 KiB for each         225 KiB
+//     D = 64    k, v         q, do of 64, 3 stages   128 x 128   2 x 16 KiB for each     179 KiB
+//     D = 128   k, v         q, do of 64, 2 stages   128 x 128   16 KiB for each         195 KiB
 //
 // The work of a consumer. Time runs downwards; what is side by side happens at the same time:
 //

@@ -38,7 +38,7 @@ struct LatentShape {
     int64_t q_token_stride, q_head_stride, out_token_stride, out_head_stride;
 };
 
-// This thread's tokens. Behind the last one it again: what becomes of it is written twice, with the same bits.
+// This thread's tokens. Behind the last token, the last token again: its results are written twice, with the same bits.
 __device__ __forceinline__ int64_t token_of(int i, int64_t N) {
     return min(static_cast<int64_t>(blockIdx.z) * kTokens + i, N - 1);
 }

@@ -147,7 +147,7 @@ void load_keys(float* tile, const Pool<Stored>& pool, const int64_t* rows, int n
     using cuda_cpu::width;
     for (int j = 0; j < n_keys; j += width)
         for (int x = 0; x < n; x += kN) {
-            float lines[width][kN];  // behind the last key it again: what becomes of them is not used
+            float lines[width][kN];  // behind the last key: the last key again, whose scores are not used
             for (int i = 0; i < width; ++i)
                 load_cached(lines[i], pool, rows[min(j + i, n_keys - 1)], x0 + x, x0 + n, s);
             transpose_lines(tile + x * kKeys + j, kKeys, lines[0], kN, kN);
