@@ -319,7 +319,7 @@ std::vector<Gradients> gradients_of_a_step(const GradientOptions& o) {
     std::printf("%s after %lld steps of %lld tokens, trained in fp32; loss %.3f\n", o.model.c_str(),
                 static_cast<long long>(o.steps), static_cast<long long>(N), loss);
     // Where each attention keeps its first product and its heads, and each feed-forward its product
-    // (model/attention_gqa.cu, ...).
+    // (model/attention_gqa.cu, ...). The backward of GELU writes dup only: its feed-forward has no dact.
     const Slots &attention = workspace.dattention, &feed_forward = workspace.dfeed_forward;
     const std::vector<std::pair<std::string, Tensor>> of_activations = {
         {"dlogits", acts.logits},   {"dresidual", workspace.dresidual},
@@ -327,7 +327,8 @@ std::vector<Gradients> gradients_of_a_step(const GradientOptions& o) {
         {"dattn", attention[2]},    {"dup", feed_forward[0]},
         {"dact", feed_forward[1]}};
     std::vector<Gradients> all;
-    for (const auto& [name, gradient] : of_activations) all.push_back({name, false, to_floats(gradient)});
+    for (const auto& [name, gradient] : of_activations)
+        if (gradient.exists()) all.push_back({name, false, to_floats(gradient)});
     all.push_back({"parameters", true, to_floats(model.grads)});
     return all;
 }

@@ -282,6 +282,19 @@ TEST_CASE("loss scaling keeps the gradients of a training step in fp16", "[progr
     CHECK(2 * largest * scale > 65520 * 0.95);
 }
 
+TEST_CASE("float_formats shows the gradients of GPT-2, whose backward writes no dact", "[program][dev]") {
+    const TempFolder folder;
+    write_text_file(folder / "config.json", R"({"model_type": "gpt2", "vocab_size": 256, "n_positions": 8, "n_embd": 16,
+                                           "n_layer": 1, "n_head": 2})");
+    const Outcome outcome =
+        run_program("dev/float_formats", "--gradients --steps 0 --batch 1 --seq 8 --model " +
+                                             (folder / "config.json --out ") + (folder / "gradients.png"));
+    INFO(outcome.err << outcome.out);
+    REQUIRE(outcome.status == 0);
+    CHECK(words(line_of(outcome.out, "share of the gradients", "dup")).size() == 12);
+    CHECK(outcome.out.find("dact") == std::string::npos);
+}
+
 TEST_CASE("float_formats refuses what it cannot read", "[program][dev]") {
     const std::pair<const char*, const char*> cases[] = {{"1 abc", "\"abc\" is no number"},
                                                          {"0.1x", "is no number"},
