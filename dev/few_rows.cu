@@ -109,9 +109,9 @@ void few_rows_shared(const Problem& p, cudaStream_t stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 5. The product: layers/few_rows.cu. Rung 4, with two rows of the weight for each loaded row of inp, and on the CPU
-// device with one thread for 64 rows, without shuffles. (There linear_forward, through cpu/few_columns.h, is the one
-// that inference uses.)
+// 5. The product: layers/few_rows.cu. In float32 rung 4, with two rows of the weight for each loaded row of inp; in 16
+// bits on tensor cores (layers/few_rows_mma.cu). On the CPU device one thread has 64 rows of the weight, without
+// shuffles. (There linear_forward, through cpu/few_columns.h, is the one that inference uses.)
 
 void few_rows_product(const Problem& p, cudaStream_t stream) { few_rows_forward(p.out, p.inp, p.weight, {}, stream); }
 
@@ -142,7 +142,7 @@ void few_rows_int8(const Problem& p, cudaStream_t stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 7. The product for codes: rung 5's kernel. 16 bytes are 16 weights.
+// 7. The product for codes: rung 5's kernel for float32, which widens the codes in registers. 16 bytes are 16 weights.
 
 void few_rows_quantised(const Problem& p, cudaStream_t stream) {
     quantised_linear_forward(p.out, p.inp, p.quantised, {}, stream);

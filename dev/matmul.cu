@@ -16,9 +16,9 @@
 //   shared tiles             1                                                2/32              2
 //   register tiles           8 x 8                                            2/128             2/8
 //
-// Tensor cores multiply small matrices in one instruction, 15 times as fast as all this in 16 bits: rungs 7 to 10, with
-// --dtype bf16 or f16. (In float32 they would round the factors to TF32.) Their kernels, with the reads that they need
-// from each memory, are in dev/matmul_tensor_cores.cuh.
+// Tensor cores multiply small matrices in one instruction, in 16 bits with 16 times as many multiply-adds per clock:
+// rungs 7 to 11, with --dtype bf16 or f16. (In float32 they would round the factors to TF32.) The kernels of rungs 7 to
+// 10, with the reads that they need from each memory, are in dev/matmul_tensor_cores.cuh.
 //
 //   run      make dev && build/cpu/dev/matmul                   (on a GPU build/cuda/dev/matmul)
 //            build/cpu/dev/matmul --check | --size 512x512x512 | --dtype bf16 | --rung 4

@@ -268,9 +268,9 @@ void backward_fused(const Backward& b, cudaStream_t stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 8. The product: rung 7 with loads of 16 bytes, several warps per row where it is long (16 numbers per thread instead
-// of 32, so that more warps fit), fewer partial rows, and with the gradient of the residual stream added in the same
-// pass.
+// 8. The product: rung 7 with loads of 16 bytes, several warps per row where it is longer than 1024 (16 numbers per
+// thread instead of 32, so that more warps fit), fewer partial rows, and with the gradient of the residual stream added
+// in the same pass.
 
 void backward_product(const Backward& b, cudaStream_t stream) {
     rmsnorm_backward(b.dinp, b.dweight, b.dout, {}, b.inp, b.weight, b.rstd, true, b.scratch, stream);

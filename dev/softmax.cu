@@ -5,7 +5,7 @@
 //
 // It turns scores into probabilities, in every attention head and at the end of every language model. There is little
 // to compute and much to move: 4 bytes are read and 4 bytes written for one exponential. So the limit is the memory,
-// and every rung but the second reduces its traffic or uses it better.
+// and rungs 2 to 5 reduce its traffic or use it better.
 //
 //   run      make dev && build/cpu/dev/softmax                  (on a GPU build/cuda/dev/softmax)
 //            build/cpu/dev/softmax --check | --size 1000x4096 | --rung 3
@@ -20,8 +20,8 @@ constexpr int kBlock = 256;  // threads of a block
 unsigned blocks_for(int64_t n_threads) { return static_cast<unsigned>(narrow(ceil_div(n_threads, kBlock), "blocks")); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 1. Naive: one thread per row, the formula as it is written. Each pass reads and writes the row once: 5 C numbers are
-// moved.
+// 1. Naive: one thread per row, the formula as it is written. The first and the last pass read and write the row
+// once, the second reads it: 5 C numbers are moved.
 //
 // Neighbouring threads read addresses that are C numbers apart. The memory of a GPU delivers sectors of 32 bytes, of
 // which a thread needs 4; it is not certain that the other 28 are still in a cache when it needs them. And exp
@@ -134,8 +134,8 @@ void softmax_warp(Tensor out, Tensor inp, cudaStream_t stream) {
 // first the maximum, then the sum.
 //
 // Loads are 16 bytes per thread (n = 4; rows whose length is no multiple of 4 have no 16-byte boundaries: n = 1), and
-// all of a thread's loads are in flight before the first is needed. The cost: two sums over the block, so two barriers,
-// which take more time than they save where rows are short; and rows of more than 8192 do not fit.
+// all of a thread's loads are in flight before the first is needed. The cost: two reductions over the block, so two
+// barriers, which take more time than they save where rows are short; and rows of more than 8192 do not fit.
 
 constexpr int kRegisters = 32;  // numbers of a row that a thread holds
 constexpr int64_t kLongestRow = kBlock * kRegisters;
