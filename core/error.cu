@@ -53,7 +53,7 @@ void cuda_check(cudaError_t status, const char* expression, const char* file, in
         size_t free_bytes = 0, total_bytes = 0;
         if (cudaMemGetInfo(&free_bytes, &total_bytes) == cudaSuccess)
             hint = concat("; the device has ", free_bytes >> 20, " MiB free of ", total_bytes >> 20,
-                          " MiB: use a smaller --micro-batch, --seq or --model");
+                          " MiB: --plan shows what a run takes");
     }
     cudaGetLastError();  // clears the error, so that the next check does not report it again
     fail("CUDA: ", cudaGetErrorString(status), " (", cudaGetErrorName(status), ") from ", expression, " at ", file, ":",
@@ -85,6 +85,6 @@ int64_t div_exact(int64_t a, int64_t b, const char* what) {
 }
 
 int narrow(int64_t value, const char* what) {
-    check(value >= 0 && value <= INT_MAX, what, " is ", value, ", more than the ", INT_MAX, " that fit here");
+    check(value >= 0 && value <= INT_MAX, what, " is ", value, ": here it must be from 0 to ", INT_MAX);
     return static_cast<int>(value);
 }

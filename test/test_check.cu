@@ -61,6 +61,13 @@ TEST_CASE("a check that passes makes no text", "[check]") {
     CHECK(n_allocations > before);
 }
 
+TEST_CASE("errors of numbers and of memory say what holds in every program", "[check]") {
+    CHECK(error_of([] { narrow(-1, "rows"); }) == "rows is -1: here it must be from 0 to 2147483647");
+    const std::string message = error_of([] { cuda_check(cudaErrorMemoryAllocation, "cudaMalloc()", "a.cu", 1); });
+    CHECK(one_line_with(message, "MiB free of", "--plan"));
+    CHECK(message.find("--micro-batch") == std::string::npos);  // of train_gpt alone
+}
+
 TEST_CASE("of a long value the message of a check has the beginning and the end", "[check]") {
     const std::string message =
         error_of([] { check(false, "--data a", std::string(3000, 'x'), "z: give the name of a file"); });
