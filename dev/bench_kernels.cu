@@ -19,8 +19,8 @@
 // with real data and the times are too short. Tensors should be a few times larger than the L2 cache (60 MB on an
 // H200): then no launch finds data of the previous one in it.
 //
-// Output: tab-separated lines "kernel <operation> <pass> <shape> <seconds> <bytes> <operations>" and "limit <name>
-// <rate>".
+// Output: tab-separated lines "kernel <operation> <pass> <shape> <seconds> <bytes> <operations>"; with --limits "limit
+// <name> <rate>" and "device <name>".
 #include "dev/fill.cuh"
 #include "io/command_line.h"
 #include "layers/hopper_matmul.h"
@@ -221,8 +221,8 @@ std::vector<Operation> operations(const Config& c, int64_t B, int64_t T, DType d
                      product_of(O, I, N, true, false, Epilogue::row_sums));
     }
 
-    // The widest of a block's linear layers on 8-bit floats. Its limit is that of 16-bit products:
-    // it may be above 100 %.
+    // The widest of a block's linear layers on 8-bit floats. Its limit is that of 16-bit products, so that its share of
+    // the limit may be above 100 %.
     const int64_t O = (gpt2 ? F : 2 * F);
     for (const Fp8Recipe recipe : {Fp8Recipe::delayed, Fp8Recipe::current, Fp8Recipe::block}) {
         if (dtype == DType::f32 || !has_fp8(recipe)) continue;

@@ -2,8 +2,9 @@
 //
 //   tokenize TOKENIZER.json DOCUMENTS IDS    DOCUMENTS: for each document its bytes, as uint32, and the bytes;
 //                                            IDS, written: for each document the number of ids, and the ids, as uint32
-// It prints "ready" (and which documents do not come back from their ids), then for every line that it reads the
-// seconds that encoding all documents on one thread took.
+// It prints "ready", how many documents there are, how many of them do not come back from their ids, and how many
+// become another text where their ids are decoded one by one. Then, for every line that it reads, it encodes all
+// documents on one thread, and prints the seconds that this took and the number of ids.
 #include <chrono>
 #include <cstdio>
 #include <cstring>
