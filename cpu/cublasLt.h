@@ -265,8 +265,8 @@ struct cublasLtMatmulHeuristicResult_t {
     int reserved[4];
 };
 
-// Writes the one algorithm into results[0] when the multiplication is possible; otherwise returns why it is not, and
-// *returned_count is 0.
+// Writes the one algorithm into results[0], and 1 into *returned_count, when the multiplication is possible; otherwise
+// returns why it is not, and writes nothing.
 cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtMatmulDesc_t operation,
                                               cublasLtMatrixLayout_t a_layout, cublasLtMatrixLayout_t b_layout,
                                               cublasLtMatrixLayout_t c_layout, cublasLtMatrixLayout_t d_layout,

@@ -151,9 +151,10 @@ void mbarrier_wait_by(unsigned thread, void* barrier, unsigned parity, Here here
 void named_barrier_by(unsigned thread, unsigned id, unsigned n_threads, bool waits, Here here) {
     Unit& u = this_unit();
     if (id == 0 || id >= kNamedBarriers || n_threads == 0 || n_threads % 32 != 0 || n_threads > block_threads())
-        report_in(thread, "wrong named barrier",
-                  "at " + place(here) + ": number " + std::to_string(id) + " for " + std::to_string(n_threads) +
-                      " threads. Numbers are 1 to 15 (0 is __syncthreads), threads a multiple of 32 and of this block");
+        report_in(
+            thread, "wrong named barrier",
+            "at " + place(here) + ": number " + std::to_string(id) + " for " + std::to_string(n_threads) +
+                " threads. Numbers are 1 to 15 (0 is __syncthreads), threads a multiple of 32, at most the block's");
     NamedBarrier& b = u.named[id];
     if (b.n_arrived > 0 && b.n_threads != n_threads)
         report_in(thread, "wrong named barrier",

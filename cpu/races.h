@@ -14,7 +14,7 @@ class VectorClock {
     void join(const VectorClock& other);
 
   private:
-    std::vector<uint64_t> counts_;  // by the number of the stream
+    std::vector<uint64_t> counts_;  // by the stream's place in clocks (Stream::in_clocks)
 };
 
 // Reports the first pair of this operation and an earlier one that touch the same bytes, at least one of the two

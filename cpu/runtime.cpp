@@ -121,7 +121,7 @@ const char* cudaGetErrorString(cudaError_t error) {
         case cudaSuccess: return "no error";
         case cudaErrorInvalidValue: return "invalid argument";
         case cudaErrorMemoryAllocation: return "out of memory";
-        case cudaErrorInvalidConfiguration: return "invalid grid, block or shared memory size in a kernel launch";
+        case cudaErrorInvalidConfiguration: return "invalid grid or block size in a kernel launch";
         case cudaErrorNoDevice: return "no device";
         case cudaErrorInvalidDevice: return "no such device (CUDA_CPU_DEVICES says how many the CPU shows)";
         case cudaErrorInvalidResourceHandle: return "invalid stream or event";
