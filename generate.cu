@@ -190,10 +190,8 @@ void print_plan(LoadedModel& model) {
     line("on the host", static_cast<double>(model.pinned.bytes()));
     const size_t before = model.bytes_before_quantised() + (model.draft ? model.draft->bytes_before_quantised() : 0);
     if (before > 0) line("  and while it is read", static_cast<double>(before));
-    size_t free_bytes = 0, all_bytes = 0;
-    cudaCheck(cudaMemGetInfo(&free_bytes, &all_bytes));
-    if (model.device_bytes() > all_bytes)
-        std::printf("  it does not fit: this device has %s\n", human_bytes(static_cast<double>(all_bytes)).c_str());
+    if (const size_t all = device_memory().all; model.device_bytes() > all)
+        std::printf("  it does not fit: this device has %s\n", human_bytes(static_cast<double>(all)).c_str());
     std::printf("cache    %lld pages of %lld tokens, %s each (%s per token)\n", static_cast<long long>(e.cache.n_pages),
                 static_cast<long long>(e.cache.page_size), human_bytes(page).c_str(),
                 human_bytes(page / static_cast<double>(e.cache.page_size)).c_str());

@@ -54,12 +54,6 @@ struct Run {
     bool is_first() const { return trainer.world.rank == 0; }  // the rank that prints and writes
 };
 
-size_t free_device_bytes() {
-    size_t free_bytes = 0, device_bytes = 0;
-    cudaCheck(cudaMemGetInfo(&free_bytes, &device_bytes));
-    return free_bytes;
-}
-
 // The weights of the first step: of the checkpoint, of --init, or random.
 int64_t set_weights(Trainer& t) {
     const TrainOptions& o = t.options;
@@ -97,7 +91,7 @@ void prepare(Run& run, Mesh& mesh) {
         std::fflush(stdout);  // also where it is a pipe: what comes now may take long
         run.matmul_rate = measure_matmul_rate(o.precision.dtype);
     }
-    run.free_before = free_device_bytes();
+    run.free_before = device_memory().free;
     t.reserve();
     t.world.meet_hosts();  // no collective before all have their memory
     run.step = run.first_step = set_weights(t);
@@ -173,7 +167,7 @@ void finish(Run& run) {
         print_account(t, run.step_traffic, run.only_trains, run.comm_time);
     if (run.step == o.steps) print_sample(t, run.data, "sample after training");
     if (run.is_first())
-        print_end(t, run.step, run.free_before - free_device_bytes() + device().blas_workspace_bytes,
+        print_end(t, run.step, run.free_before - device_memory().free + device().blas_workspace_bytes,
                   seconds_now() - run.start);
 }
 

@@ -363,6 +363,12 @@ int device_count();              // of this machine; without any an Error
 Device& open_device(int index);  // makes CUDA device `index` this thread's
 void close_device();
 
+// Bytes of the memory of this thread's device.
+struct DeviceMemory {
+    size_t free = 0, all = 0;
+};
+DeviceMemory device_memory();
+
 cudaStream_t make_stream();  // one that the default stream does not wait for (cudaStreamNonBlocking)
 cudaEvent_t make_event();    // without a time
 void copy_tensor(const Tensor& out, const Tensor& inp, cudaStream_t stream);  // on the device; nothing if out is inp

@@ -20,6 +20,12 @@ int device_count() {
     return count;
 }
 
+DeviceMemory device_memory() {
+    DeviceMemory memory;
+    cudaCheck(cudaMemGetInfo(&memory.free, &memory.all));
+    return memory;
+}
+
 Device& open_device(int index) {
     close_device();
     const int count = device_count();

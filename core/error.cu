@@ -53,7 +53,7 @@ void cuda_check(cudaError_t status, const char* expression, const char* file, in
         size_t free_bytes = 0, total_bytes = 0;
         if (cudaMemGetInfo(&free_bytes, &total_bytes) == cudaSuccess)
             hint = concat("; the device has ", free_bytes >> 20, " MiB free of ", total_bytes >> 20,
-                          " MiB: --plan shows what a run takes");
+                          " MiB: end what else uses it, or make the run smaller (--plan shows what it takes)");
     }
     cudaGetLastError();  // clears the error, so that the next check does not report it again
     fail("CUDA: ", cudaGetErrorString(status), " (", cudaGetErrorName(status), ") from ", expression, " at ", file, ":",

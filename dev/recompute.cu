@@ -51,12 +51,6 @@ Config config_of(const Sizes& sizes, int64_t layers) {
     return c;
 }
 
-size_t free_bytes() {
-    size_t free = 0, all = 0;
-    cudaCheck(cudaMemGetInfo(&free, &all));
-    return free;
-}
-
 // Bytes of the activations of a model with this many layers: nothing is allocated.
 size_t planned_bytes(const Sizes& sizes, int64_t layers, const Recompute& recompute) {
     Arena weights("weights"), grads("gradients"), masters("master weights"), arena("activations");
@@ -105,9 +99,9 @@ void take(Way& way, const Model& model, const Sizes& sizes) {
     take_activations(model, sizes.batch, sizes.seq, way.recompute, *way.arena);
     take_workspace(model, sizes.batch, sizes.seq, true, *way.arena);
     way.planned = way.arena->bytes();
-    const size_t before = free_bytes();
+    const size_t before = device_memory().free;
     way.arena->reserve();
-    way.taken = before - free_bytes();
+    way.taken = before - device_memory().free;
     // A GPU hands out memory in pieces of 2 MiB, of which the arena's last, or its first, may be shared with others.
     const size_t difference = std::max(way.taken, way.planned) - std::min(way.taken, way.planned);
     check(difference <= (device().is_cpu ? 0 : 2 << 20), "--recompute ", way.name, ": ", way.planned,

@@ -117,9 +117,7 @@ int64_t LoadedModel::pages_that_fit() {
     take_beside(its, its_cache, its_activations, its_pinned);
     const int64_t wanted = options_.scheduler.max_sequences * one.cache.n_pages;
 
-    size_t free_bytes = 0, all_bytes = 0;
-    cudaCheck(cudaMemGetInfo(&free_bytes, &all_bytes));
-    double room = kShareOfFree * static_cast<double>(free_bytes);
+    double room = kShareOfFree * static_cast<double>(device_memory().free);
     if (options_.ranks) room /= options_.ranks->sharers_of_device();
     room -= static_cast<double>(device_bytes() + its_activations.bytes());
     // On a CPU the pages that are swapped out lie in the same memory.
@@ -141,8 +139,7 @@ size_t LoadedModel::device_bytes() {
 }
 
 void LoadedModel::load() {
-    size_t free_bytes = 0, all_bytes = 0;
-    cudaCheck(cudaMemGetInfo(&free_bytes, &all_bytes));
+    const size_t all_bytes = device_memory().all;
     check(device_bytes() <= all_bytes, "this needs ", human_bytes(static_cast<double>(device_bytes())),
           ", and the device has ", human_bytes(static_cast<double>(all_bytes)),
           ": give fewer --cache-pages or --max-sequences, a smaller --max-length, or --dtype bf16");

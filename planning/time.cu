@@ -255,8 +255,6 @@ void print_pipeline_time(const Trainer& t, const DeviceSpec& spec) {
 
 DeviceSpec device_spec(const std::string& name, DType dtype) {
     if (const DeviceSpec* spec = named_spec(name)) return *spec;
-    size_t free_bytes = 0, device_bytes = 0;
-    cudaCheck(cudaMemGetInfo(&free_bytes, &device_bytes));
     const double rate = measure_matmul_rate(dtype), copy = measure_copy_rate();
     const double slower = device().is_cpu ? 4 / static_cast<double>(dtype_bytes(dtype)) : 0;
     return {.name = device().name.c_str(),
@@ -264,7 +262,7 @@ DeviceSpec device_spec(const std::string& name, DType dtype) {
             .f16 = rate,
             .fp8 = 0,
             .bytes_per_s = copy,
-            .bytes = static_cast<double>(device_bytes),
+            .bytes = static_cast<double>(device_memory().all),
             .source = "measured just now",
             .reached_f16 = rate,
             .reached_bytes = copy,

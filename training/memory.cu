@@ -155,8 +155,7 @@ void Trainer::take_tensor_parallel_memory() {
 }
 
 void Trainer::check_fits() {
-    size_t free_bytes = 0, device_bytes = 0;
-    cudaCheck(cudaMemGetInfo(&free_bytes, &device_bytes));
+    const size_t device_bytes = device_memory().all;
     check(memory.bytes() <= device_bytes, "this run needs ", human_bytes(static_cast<double>(memory.bytes())),
           ", the device has ", human_bytes(static_cast<double>(device_bytes)),
           ": use a smaller --micro-batch, --seq or --model, --recompute, --dtype bf16 or --offload");
