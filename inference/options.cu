@@ -165,7 +165,6 @@ void check_effects(const GenerateOptions& o, const CommandLine& line) {
 // What answers a request has, and what is told of them.
 void check_answers(const GenerateOptions& o, const CommandLine& line) {
     const SamplingOptions& sampling = o.sampling;
-    check(std::ranges::find(o.stop, "") == o.stop.end(), "--stop is empty: give at least one character");
     check(o.beams == 0 || o.beams >= o.samples, "--beams ", o.beams, ": it must be at least --samples");
     for (const char* flag : kDrawing)
         check(o.beams == 0 || !line.given(flag), flag,

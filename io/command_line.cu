@@ -63,7 +63,8 @@ void Heading::option(const char* flag, std::optional<double>& value, const std::
     add(flag, value, help);
 }
 void Heading::option(const char* flag, std::vector<std::string>& values, const std::string& help) {
-    line.impl_->app.add_option(flag, values, help)->group(name)->allow_extra_args(false);  // one value each time
+    add(flag, values, help);
+    line.impl_->app.get_option(flag)->allow_extra_args(false);  // one value each time
 }
 void Heading::flag(const char* flag, bool& value, const std::string& help) {
     line.impl_->app.add_flag(flag, value, help)->group(name)->transform([flag](const std::string& text) {

@@ -451,6 +451,7 @@ TEST_CASE("generate refuses in one line what cannot be", "[generate][program]") 
         {"--prompt --ids",
          "needs a value, and the next word, --ids, is a flag (for a text that begins so: --prompt=TEXT)"},
         {"--prompt a --stop b c", "\"c\" belongs to no flag"},
+        {"--prompt a --stop --ids", "--stop needs a value, and the next word, --ids, is a flag"},
         {"--chat --stop ''", "--stop is empty"},
         {"--serve --api-key ''", "--api-key is empty"},
         {"--serve --api-key 'x '", "--api-key: give printed characters"},
