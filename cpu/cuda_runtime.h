@@ -33,8 +33,10 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // The words CUDA adds to C++
 
-// A kernel is static: it uses the threadIdx of its own file, and is inlined where it is launched.
-#define __global__ static
+// A kernel is static: it uses the threadIdx of its own file. It is inlined into the loop over threads, which becomes SIMD
+// there. `inline`, because g++ does not inline a function of more than a few lines whose address is taken, too (below, to
+// know the kernel).
+#define __global__ static inline
 #define __device__
 #define __host__
 #define __constant__ static
