@@ -33,9 +33,9 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // The words CUDA adds to C++
 
-// A kernel is static: it uses the threadIdx of its own file. It is inlined into the loop over threads, which becomes SIMD
-// there. `inline`, because g++ does not inline a function of more than a few lines whose address is taken, too (below, to
-// know the kernel).
+// A kernel is static: it uses the threadIdx of its own file. It is to be inlined into the loop over threads, which is
+// SIMD then. `inline`, because without it g++ inlines only small functions where their address is taken, too (by
+// launches).
 #define __global__ static inline
 #define __device__
 #define __host__
