@@ -9,6 +9,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <limits>
@@ -84,7 +85,7 @@ class Prompt {
         double first = 0;
         if (streams_) print_text(o_.prompt), std::fflush(stdout);
         while (requests_.step())
-            if (first == 0) first = seconds_now();
+            if (first == 0 && prompt_is_computed()) first = seconds_now();
         const double end = seconds_now();
         if (streams_) std::printf("\n");
         const int64_t answer_n = print_answers();
@@ -99,6 +100,13 @@ class Prompt {
     }
 
   private:
+    // A prompt with more tokens than a step takes several steps (--step-tokens).
+    bool prompt_is_computed() const {
+        return std::ranges::all_of(requests_.unfinished(), [&](const Request* request) {
+            return request->sequences.front()->computed_n >= prompt_n_;
+        });
+    }
+
     void take(const AnswerPiece& piece) {
         failed_ |= piece.is_error();
         Answer& answer = answers_[piece.sample];

@@ -92,6 +92,26 @@ TEST_CASE("generate goes on from a prompt, the same way in every setting", "[gen
     CHECK(slurp(folder / "pictures/batching.png").substr(1, 3) == "PNG");
 }
 
+TEST_CASE("the time of a prompt is that of all its steps", "[generate][program]") {
+    if (run_shell("command -v script").status != 0) return;  // it runs a command in a terminal of its own
+    const std::string arguments = " --tokens 2 --step-tokens 1 --prompt " + std::string(200, 'x');
+    double ratio = 0;  // of the 200 steps up to the first token to the one step of the second
+    for (int attempt = 0; attempt < 3 && ratio < 1; ++attempt) {  // other processes may make a single step slow
+        const Outcome shown = run_shell(concat("export OMP_NUM_THREADS=1; script -qec '", program_path("generate"),
+                                               " --model ", trained_run(), arguments, "' /dev/null"));
+        INFO(shown.out);
+        const size_t summary = shown.out.find("[prompt: 200 tokens in ");
+        REQUIRE(summary != std::string::npos);
+        double time = 0, tokens_per_second = 0;
+        char unit[3] = "";
+        REQUIRE(std::sscanf(&shown.out[summary], "[prompt: 200 tokens in %lf %2[a-z]; answer: 2 tokens, %lf tok/s",
+                            &time, unit, &tokens_per_second) == 3);
+        const double second = unit == std::string("us") ? 1e-6 : unit == std::string("ms") ? 1e-3 : 1;
+        ratio = time * second * tokens_per_second;
+    }
+    CHECK(ratio > 1);
+}
+
 TEST_CASE("a batch of requests goes on where it was stopped", "[generate][program]") {
     const TempFolder folder;
     const std::string in = folder / "in.jsonl", out = folder / "out.jsonl";
