@@ -4,8 +4,9 @@
 //
 //   for each beam b and token v:  candidates += (score[b] + log p_b[v], b, v)
 //   sort candidates
-//   for the first k that end:         answers += candidate, with score / length^length_penalty;   keep the best k
-//   beams = the first k that do not end
+//   of the first k candidates those that end:   answers += candidate, with score / length^length_penalty
+//   answers = the best k of them
+//   beams = of all candidates that do not end the first k
 //
 // Of a beam only its n_tokens() most probable tokens can be among the candidates that are looked at.
 #include "inference/inference.h"

@@ -44,7 +44,7 @@ EngineOptions settled(const Model& model, const Model* draft, EngineOptions o) {
     check(o.cache.page_size >= 1, "inference: pages of ", o.cache.page_size, " rows: it must be at least 1");
     if (o.cache.n_pages == 0)
         o.cache.n_pages = o.scheduler.max_sequences * ceil_div(o.scheduler.max_length, o.cache.page_size);
-    // A sequence has room in the cache. (Two tokens always have: the last one of a sequence is in no page.)
+    // No sequence is longer than the cache. (Two tokens fit into any: the last one of a sequence is in no page.)
     if (o.cache.n_pages < ceil_div(o.scheduler.max_length, o.cache.page_size))
         o.scheduler.max_length = std::max<int64_t>(2, o.cache.n_pages * o.cache.page_size);
     if (!o.graphs) o.graphs = !device().is_cpu;
@@ -261,7 +261,7 @@ void Engine::deliver(std::span<const Sampled> drawn) {
     }
 }
 
-// Of sequences whose prompt is computed: a token of the next step is then the last one, and the draft stands behind it.
+// For sequences that have an answer token: the step that computes their last token computes the draft behind it, too.
 void Engine::propose_drafts() {
     std::vector<DraftModel::Drafted> drafted;
     for (Request* request : requests_)

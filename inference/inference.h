@@ -349,8 +349,8 @@ struct Request {
     // Beam search: n is the number of beams, and the answers come all at once (Engine::beams_ended).
     std::optional<BeamOptions> beams;
     // The prompt's tokens are wanted with their log-probabilities, too (sampling.logprobs of them at each place): all
-    // but the first, which has none, in order, as far as they are computed. No beams then. Pages that are found are of
-    // no use before: their rows have been computed without logits.
+    // but the first, which has none, in order, as far as they are computed. No beams then. Until all of them are scored
+    // no pages of other sequences are taken over: their rows were computed without logits.
     bool scores_prompt = false;
     std::vector<Sampled> scored;
     // Made by Scheduler: add() makes one, and fork() others when the prompt is computed; drop() takes away those that
@@ -360,8 +360,8 @@ struct Request {
 };
 
 // Rows [first, first + n) of a sequence (tokens, then draft), computed in the next step. The last n_logits of them want
-// their logits: the first n_scored of these a prompt's, for the log-probability of its next token; then none while the
-// prompt is not yet computed to its end, otherwise one, and one more for each draft token.
+// their logits: the first n_scored of these are a prompt's, for the log-probabilities of its next tokens. Behind them
+// are none while some of the sequence's tokens are still to be computed; otherwise one, and one for each draft token.
 struct StepPart {
     Request* request;
     Sequence* sequence;
@@ -579,14 +579,14 @@ class PagedModel {
 struct EngineOptions {
     CacheSizes cache;                  // n_pages 0: as many as max_sequences of max_length need
     std::optional<DType> cache_dtype;  // e4m3, or the model's, which is the default
-    SchedulerOptions scheduler;        // max_length 0: as long as the model, and the draft model, have positions
+    SchedulerOptions scheduler;        // max_length 0: all positions of the model (longest_sequence)
     int64_t lookup = 0;                // so many tokens of a sequence are proposed by prompt look-up; 0: none
     int64_t draft_tokens = 4;          // so many by the draft model, where there is one
     std::optional<bool> graphs;        // launch steps as CUDA graphs; default: on a GPU
     Comm* ranks = nullptr;             // that divide the model: rank 0 has the requests, the others follow()
 };
-// Positions that the model, and the draft model if there is one, were trained for: what max_length may be. Error where
-// `wanted` (0: all) is beyond them.
+// The max_length of an engine: `wanted`, or where that is 0, all positions that the model was trained for. Error where
+// the model, or the draft model if there is one, has fewer positions than that.
 int64_t longest_sequence(const Config& config, const Config* draft, int64_t wanted);
 
 // draft_model.cu: proposes the next tokens of answers, over a cache of its own with as many pages as the engine's.
@@ -747,7 +747,7 @@ class Requests {
     // Takes the engine's token_ready, answer_ended and beams_ended.
     Requests(Engine& engine, const Tokenizer& tokenizer);
     ~Requests();
-    // Error, in one line, for what the model cannot do: an empty prompt, an unknown token, one that is too long.
+    // Error, in one line, for what the model cannot do: a prompt that is empty or too long, an unknown token.
     int64_t add(TextRequest request);
     void cancel(int64_t id);  // nothing more is heard of it; ids of requests that have ended are ignored
     bool step() { return engine_.step(); }

@@ -93,8 +93,8 @@ std::string Metrics::text(const EngineView& engine) const {
     text += single("llm_prompt_tokens_total", "counter", "tokens of prompts", prompt_tokens_);
     text += single("llm_answer_tokens_total", "counter", "tokens of answers", answer_tokens_);
     text += single("llm_steps_total", "counter", "steps of the engine", engine.n_steps);
-    text += single("llm_sequence_steps_total", "counter", "steps in which an answer drew a token but its first",
-                   engine.speculation.steps);
+    text += single("llm_sequence_steps_total", "counter",
+                   "steps in which an answer drew a token after its first, for each answer", engine.speculation.steps);
     text += single("llm_draft_tokens_total", "counter", "tokens that speculation proposed and a step computed",
                    engine.speculation.proposed);
     text += single("llm_draft_tokens_accepted_total", "counter", "those of them that the model drew, too",

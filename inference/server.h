@@ -50,9 +50,10 @@ struct Route {
 //     400  no HTTP, or no request that the handler understands       411  a body without its length
 //     401  not the right key                                         413  a body that is too large
 //     404  an unknown path                                           414  a path that is too long
-//     405  a method that the path does not have                      415  a body that is not application/json
+//     405  a method that the path does not have                      415  not application/json, or not gzip
 //     408  it took too long to send the request                      431  headers that are too large
 //                                                                    500  anything else that is thrown
+// and by the handlers: 404 another model than the one that is served; 429, 500, 503 and 504 are EngineLoop's.
 class HttpServer {
   public:
     // Binds the port; clients that connect wait for start(). status_sent is called for every answer with its status.
@@ -166,8 +167,8 @@ class EngineLoop {
         Submission(EngineLoop& loop, std::vector<int64_t> ids, std::shared_ptr<PieceQueue> queue, int64_t n_answers);
         ~Submission();  // cancels what has not ended
         Submission(const Submission&) = delete;
-        // The next piece, in the order in which the engine made them; nothing behind the last. HttpError if the engine
-        // has ended before, or the request took too long; nothing, too, when client_is_gone.
+        // The next piece, in the order in which the engine made them; nothing behind the last. HttpError 500 if the
+        // engine has ended before, 504 if the request took too long; nothing, too, when client_is_gone.
         std::optional<IndexedPiece> next(const std::function<bool()>& client_is_gone);
         std::optional<IndexedPiece> next_if_there(double seconds = 0);  // waits for at most so long
         bool ended() const { return n_left_ == 0; }
@@ -182,7 +183,7 @@ class EngineLoop {
     };
     // HttpError if it cannot be done: 400 by what is asked, 429 if too many wait, 503 if the server is ending.
     std::shared_ptr<Submission> submit(std::vector<TextRequest> requests);
-    EngineView view();
+    EngineView view();  // HttpError 503 if the engine has ended
 
   private:
     // Runs f between two steps and gives what it returns, or throws what it throws.
