@@ -4,8 +4,8 @@
 //     gradients    | embedding | block 0 | block 1 | block 2 | head |       the flat array, filled from its end
 //     buckets      |     bucket 3    |  bucket 2   |  bucket 1   | bucket 0 |
 //
-//     computing    backward of head | backward of block 2 | backward of block 1 | ...              | update, on every
-//     rank collectives                                   [all-reduce bucket 0]  [all-reduce bucket 1] ...
+//     computing    backward of head | backward of block 2 | backward of block 1 | ...          | update
+//     collectives                                         [all-reduce bucket 0]  [all-reduce bucket 1] ...
 //
 // The backward fills the flat array from its end to its beginning. As soon as --bucket-mib of it are final, that piece
 // is summed. A bucket does not know where a unit begins or ends: small buckets would pay for many messages, a single

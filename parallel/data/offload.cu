@@ -30,7 +30,7 @@
 //
 // unified: the ordinary update on the device, on memory whose pages move when they are touched. A page fault costs some
 // 20 us, for which the kernel waits, and moves 2 MiB at most; so the pages of a unit are sent for while the unit before
-// is updated, and sent home when it is done. Three units' states are on the device at a time, at most.
+// is updated, and sent home when it is done. Two units' states are on the device at a time, at most.
 #include "parallel/data/data.h"
 
 namespace {
@@ -175,7 +175,7 @@ void OffloadedUpdate::move_pages(size_t u, bool to_device, cudaStream_t stream) 
 
 void OffloadedUpdate::update_on_device(size_t u, Tensor norm_scale, cudaStream_t stream) {
     const auto send_for = [&](size_t unit) {
-        // Not more than three units at a time; the first ones when all have gone home after the step before.
+        // Not more than two units at a time; the first ones when all have gone home after the step before.
         cudaCheck(cudaStreamWaitEvent(to_device_, unit >= 2 ? done_[unit - 2] : done_.back()));
         move_pages(unit, true, to_device_);
         cudaCheck(cudaEventRecord(arrived_[unit], to_device_));
