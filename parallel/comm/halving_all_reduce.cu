@@ -14,9 +14,9 @@
 //                     meets 2       meets 1        meets 1       meets 2
 //
 // 2 (p-1)/p N bytes in 2 log2 p messages: the ring's bytes with the tree's count of messages. With n between p and 2p
-// ranks, the n - p extra ones first give all they have to a partner and get the result from it in the end: up to 2 N
-// more for those. The additions: x_v + x_(v xor p/2) first, then sums of sums. 16-bit sums travel in float32 until they
-// are whole.
+// ranks, the n - p extra ones first give all they have to a partner and get the result from it in the end: two messages
+// of N bytes more, one each way. The additions: x_v + x_(v xor p/2) first, then sums of sums. 16-bit sums travel in
+// float32 until they are whole.
 #include "parallel/comm/transport.h"
 
 void halving_all_reduce(Comm& comm, Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream) {
