@@ -25,8 +25,8 @@
 // there are fewer than ranks) gets a part of its gradient on each rank: Param::sharers. These parts are added once a
 // step, not for each micro-batch.
 //
-// The bill, for N tokens a micro-batch, width C, L blocks, n ranks, e bytes a number of an activation, with everything
-// of a rank sent to others counted ((n - 1) / n of 2 x the bytes of an all-reduce):
+// The bill, for N tokens a micro-batch, width C, L blocks, n ranks, e bytes a number of an activation: the bytes of
+// what is added up. A rank sends 2 (n - 1) / n times as many:
 //
 //     forward     all-reduce of N C: the embedding, and twice a block            (2 L + 1) N C e
 //     loss        maxima and sums                                                3 N 4
