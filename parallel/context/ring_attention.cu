@@ -16,8 +16,8 @@
 //
 // BACKWARD. With lse of all keys, the probabilities of any part are exp(S - lse), and delta is a sum over columns: so
 // the parts need nothing of each other. dQ_r is a sum over the steps on rank r. dK_j and dV_j are sums over the ranks,
-// which travel with K_j and V_j: rank j + 1 begins them, each following rank adds its part, and at the end rank j + n -
-// 1 sends them home, where rank j adds its own. Parts are in the model's dtype, sums in float32.
+// which travel with K_j and V_j: rank j + 1 begins them, each following rank adds its part, and at the end rank
+// j + n - 1 sends them home, where rank j adds its own. Parts are in the model's dtype, sums in float32.
 //
 //     stream of the ring   [ K_r-1 arrives ][ K_r-2 arrives ][ K_r-3, and dK_r-2 arrive ]
 //     computing stream     [ pairs with K_r ][ pairs with K_r-1 ][ pairs with K_r-2 ] + dK_r-2 ...
