@@ -1,4 +1,4 @@
-// train_gpt.cu: trains a GPT-2 or LLaMA model.
+// train_gpt.cu: trains a GPT-2, LLaMA, Qwen or DeepSeek-like model.
 //
 //   run      make && ./train_gpt              a small LLaMA on the C++ headers of this machine
 //            ./train_gpt --data shakespeare.txt --out runs/shakespeare    (--help lists all flags)
