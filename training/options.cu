@@ -211,14 +211,15 @@ void add_memory_options(CommandLine& line, TrainOptions& o, TypedFlags& typed) {
 void add_rank_options(CommandLine& line, TrainOptions& o, TypedFlags& typed) {
     Heading ranks{line, "Ranks"};
     ranks.option("--ranks", o.ranks.ranks,
-                 "number of ranks, as threads of this process; mpirun -np N starts them as processes");
+                 "number of ranks, as threads of this process; 0: one, or the processes that mpirun -np N starts");
     ranks.option("--tp", o.tp,
                  "tensor parallelism: so many ranks divide each layer, its heads, columns and tokens; the others, if "
                  "any, divide the batch");
     ranks.option(
         "--tp-mode", typed.tp_mode,
         "what a rank of --tp has of each layer: 1d, 2d (4, 9, ... ranks), 2.5d (8, 18, ...) or 3d (8, 27, ...)");
-    ranks.option("--tp-depth", o.tp_depth, "2.5d: copies of the grid of ranks; 0: as many as fit");
+    ranks.option("--tp-depth", o.tp_depth,
+                 "2.5d: copies of the grid of ranks; 0: the most that are not more than its side");
     ranks.flag("--sp", o.sp,
                "sequence parallelism: the ranks of --tp also divide what lies between the layers, by tokens");
     ranks.flag("--tp-overlap", o.tp_overlap,
