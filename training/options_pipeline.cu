@@ -87,8 +87,8 @@ void check_asynchronous(const TrainOptions& o) {
     const int64_t m = step_micro_batches(o);
     check(o.pipeline != "pipedream" || m == 1, name, " updates after each micro-batch: a step has one, and not ", m,
           ": leave --micro-batch and --micro-batches away");
-    check(o.pipeline != "2bw" || m >= o.pp, name, " needs at least as many micro-batches a step as ranks: --pp ", o.pp,
-          " and not ", m, ": use --micro-batches ", o.pp);
+    check(o.pipeline != "2bw" || m >= o.pp, name, " needs at least as many micro-batches a step as ranks, --pp ", o.pp,
+          ", and a step has ", m, ": use --micro-batches ", o.pp);
     check(o.flush_every > 0, "--flush-every must be positive: evaluations and checkpoints need an empty pipeline");
     for (const auto& [flag, value] :
          {std::pair("--val-every", o.val_every), {"--save-every", o.save_every}, {"--stop-after", o.stop_after}})
