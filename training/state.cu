@@ -140,7 +140,7 @@ RunState read_state(const std::string& folder) {
         RunState s;
         s.step = required<int64_t>(state, "step");
         s.updates = required<int64_t>(state, "updates");
-        // Nor do they say the four that may be missing.
+        // They may also lack these two, and data and schedule below.
         if (has(state, "sequences")) s.sequences = required<int64_t>(state, "sequences");
         if (has(state, "tokens")) s.tokens = required<int64_t>(state, "tokens");
         s.loss_scale = required<double>(scale, "scale");
