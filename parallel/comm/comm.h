@@ -71,8 +71,8 @@ struct Traffic {
 //
 // Tensors lie on the device; out and inp have the same dtype: f32, bf16, f16 or i32. Their shapes do not matter, their
 // n does. Sizes may be 0, and differ from rank to rank only where said. out may be inp ("in place"); out and inp must
-// not overlap otherwise. All ranks must agree on n and dtype: where messages do not fit,
-// the job ends with both sizes named.
+// not overlap otherwise. All ranks must agree on n and dtype: where messages do not fit, the job ends with both sizes
+// named. NCCL alone does not compare them.
 class Comm {
   public:
     int rank = 0, size = 1;  // in this communicator

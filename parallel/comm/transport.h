@@ -1,6 +1,6 @@
 // parallel/comm/transport.h: how bytes travel from rank to rank: what comm.cu and the algorithms see of it, and what a
-// transport is made of. Used inside parallel/ only, but for --trace: its steps, which training/ checks, and its events,
-// which planning/ draws.
+// transport is made of. Used inside parallel/ only, but for --trace (its steps, which training/ checks, and its events,
+// which planning/ draws), and where training/pipeline.cu asks whether sums are in the order of the ranks (has_native).
 //
 //     Transport ── HostTransport ── transport_threads.cu     mailboxes in memory
 //               │                └─ transport_mpi.cu         MPI
