@@ -191,6 +191,9 @@ TEST_CASE("a folder of shards is one row of tokens, read across the borders") {
     CHECK(train.summary().max_token == 4);
     CHECK(all_tokens(val.split(0.5).second) == std::vector<int32_t>{6});
     CHECK(one_line_with(error_of([&] { source.split(1.5); }), "fraction", "1.5"));
+
+    fs::create_symlink("/nowhere", folder / "s_3.bin");
+    CHECK(one_line_with(error_of([&] { open(folder.path); }), "s_3.bin", "leads nowhere", "fetch"));
 }
 
 TEST_CASE("shards named val are held out") {
