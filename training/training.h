@@ -9,6 +9,7 @@
 //     run_folder.cu      the folder of the run: one writer, and room on the disk
 //     stop.cu            Ctrl-C, and the command that continues the run
 //     memory.cu          what a run takes, counted before anything is taken
+//     tune_matmul.cu     what computes each matrix product, chosen before the first step (--tune-matmul)
 //     step.cu            the parts of a step: gradients, clipping, update, reading back
 //     boundary.cu        between two steps: the host ahead of the device, and a step's launches as a CUDA graph
 //     pipeline.cu        its forward and backward where ranks have some of the layers each

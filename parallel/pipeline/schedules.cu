@@ -59,7 +59,8 @@ PipelineSchedule one_f_one_b(const ScheduleOptions& o) {
 // v stages a rank. The micro-batches go in groups of p or a few more: a group's forwards through all stages of a rank,
 // then the next group's; its backwards through the stages in the other order. A forward has 1 / v of the layers, so the
 // ranks wait for (p - 1) (F + B) / v: a bubble of (p - 1) / (v m + p - 1). Rank r begins with as many forwards as a
-// group's v - 1 first stages have, and two for each rank behind it: one goes down while another comes back.
+// group's v - 1 first stages have, one more, and two for each rank behind it (one goes down while another comes back):
+// (v - 1) p + 2 (p - r) - 1, where p divides m.
 PipelineSchedule interleaved(const ScheduleOptions& o) {
     check(o.chunks >= 1, "pipeline schedule interleaved: ", o.chunks, " chunks; 1 or more");
     PipelineSchedule s = empty_schedule(o, Placement::loop, o.chunks * o.p);
