@@ -514,20 +514,20 @@ gpu-choices:
 	@test/gpu_choices.sh build/cpu-gpu-choices $(ONCE)
 
 # ---- counting: are the bytes that launchers state those that the kernels touch, with a GPU's choices? ------------------------
-# In train_gpt, and in the tests that have the tag [counted].
+# In train_gpt, and in the tests that have the tag [counted], of which those that look into kernels are compiled again.
 COUNTED       = $(addprefix build/cpu-count/,core/launches.o core/error.o cpu/hopper_copies.o $(CHOOSING))
 COUNTED_TESTS = test/main.o test/reference.o $(patsubst %.cu,%.o,$(shell grep -l '\[counted\]' test/test_*.cu))
-OF_BOTH       = $(addprefix build/cpu-count/,$(filter $(CHOOSING_TESTS),$(COUNTED_TESTS)))
-OF_ONE        = $(addprefix build/cpu/,$(filter-out $(CHOOSING_TESTS),$(COUNTED_TESTS)))
+COUNTED_AGAIN = $(addprefix build/cpu-count/,$(filter $(CHOOSING_TESTS),$(COUNTED_TESTS)))
+COUNTED_ONCE  = $(addprefix build/cpu/,$(filter-out $(CHOOSING_TESTS),$(COUNTED_TESTS)))
 LINK_COUNTED  = $(CXX) -fopenmp build/cpu-count/counted.o build/cpu-count/cpu/count_bytes.o
 build/cpu-count/test/%.o build/cpu-count/cpu/count_bytes.o: private CXXFLAGS += -fno-sanitize=all -O2
 count:
-	@$(MAKE) -s DEVICE=cpu build/cpu/train_gpt.o $(OF_ONE) build/cpu/libllm.a
-	@$(MAKE) -s DEVICE=cpu COUNT=1 $(COUNTED) build/cpu-count/cpu/count_bytes.o $(OF_BOTH)
+	@$(MAKE) -s DEVICE=cpu build/cpu/train_gpt.o $(COUNTED_ONCE) build/cpu/libllm.a
+	@$(MAKE) -s DEVICE=cpu COUNT=1 $(COUNTED) build/cpu-count/cpu/count_bytes.o $(COUNTED_AGAIN)
 	$(say) LINK 'build/cpu-count/train_gpt and run_tests'
 	$(Q)ld -r --wrap=memcpy --wrap=memmove --wrap=memset $(COUNTED) -o build/cpu-count/counted.o
 	$(Q)$(LINK_COUNTED) build/cpu/train_gpt.o build/cpu/libllm.a $(LDLIBS) -o build/cpu-count/train_gpt
-	$(Q)$(LINK_COUNTED) $(OF_ONE) $(OF_BOTH) build/cpu/libllm.a $(catch2_library) $(LDLIBS) -o build/cpu-count/run_tests
+	$(Q)$(LINK_COUNTED) $(COUNTED_ONCE) $(COUNTED_AGAIN) build/cpu/libllm.a $(catch2_library) $(LDLIBS) -o build/cpu-count/run_tests
 	@test/count_bytes.sh build/cpu-count/train_gpt build/cpu-count/run_tests
 
 # ---- the GPU harness: a GPU is at hand only for minutes at a time, so each of these is one command ----------------------

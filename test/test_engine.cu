@@ -19,11 +19,7 @@ TEST_CASE("greedy answers are those of transformers' generate", "[inference][eng
     }
 }
 
-static double free_bytes() {
-    size_t free = 0, all = 0;
-    cudaCheck(cudaMemGetInfo(&free, &all));
-    return static_cast<double>(free);
-}
+static double free_bytes() { return static_cast<double>(device_memory().free); }
 
 TEST_CASE("inference takes the memory that it plans, and no more while it runs", "[inference][engine][alone]") {
     EngineOptions plain, small;

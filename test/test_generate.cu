@@ -309,9 +309,7 @@ TEST_CASE("generate holds a conversation, plans, and tells a perplexity", "[gene
     CHECK(generate("--plan").out.find("while it is read") == std::string::npos);
     CHECK(generate("--plan").out.find("it does not fit") == std::string::npos);
     // Pages of 16 tokens, each of which takes at least 1024 bytes.
-    size_t free_bytes = 0, all_bytes = 0;
-    cudaCheck(cudaMemGetInfo(&free_bytes, &all_bytes));
-    const Outcome large = generate(concat("--plan --cache-pages ", all_bytes / (16 * 1024) + 1));
+    const Outcome large = generate(concat("--plan --cache-pages ", device_memory().all / (16 * 1024) + 1));
     CHECK_THAT(large.out + large.err, ContainsSubstring("  it does not fit: this device has "));
     CHECK_THAT(generate("--plan --weights int8").out, ContainsSubstring("and while it is read"));
     const Outcome plan = generate("--plan --max-sequences 3 --page-size 8 --draft " + trained_run());
