@@ -23,6 +23,8 @@ namespace fs = std::filesystem;
 // ---------------------------------------------------------------------------------------------------------------------
 // Finding files
 
+bool is_shard_name(const std::string& path) { return path.ends_with(".bin"); }
+
 // Paths of regular files below a folder, in name order; hidden files and folders are left out.
 std::vector<std::string> list_files(const std::string& folder, bool recursive) {
     std::vector<std::string> paths;
@@ -33,7 +35,7 @@ std::vector<std::string> list_files(const std::string& folder, bool recursive) {
             if (entry->is_directory(ignored) && (hidden || !recursive)) entry.disable_recursion_pending();
             if (entry->is_regular_file(ignored) && !hidden) paths.push_back(entry->path().string());
             // A shard that is missing is tokens that are missing: of text alone a link that leads nowhere is left out.
-            check(recursive || hidden || entry->path().extension() != ".bin" || fs::exists(entry->path(), ignored),
+            check(recursive || hidden || !is_shard_name(entry->path()) || fs::exists(entry->path(), ignored),
                   entry->path().string(),
                   ": this link to a token shard leads nowhere: fetch the shard, or remove the link");
         }
@@ -51,8 +53,6 @@ std::vector<std::string> match_pattern(const std::string& pattern) {
     ::globfree(&found);
     return paths;  // glob() sorts by name
 }
-
-bool is_shard_name(const std::string& path) { return path.ends_with(".bin"); }
 
 // "val" is one of the words of the file name: tiny_shakespeare_val.bin, fineweb_val_000000.bin.
 bool is_val_name(const std::string& path) {
