@@ -21,8 +21,8 @@
 #include <vector>
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Errors. A mistake of the caller or of the input throws Error with one line that says what is wrong and what to do.
-// The programs catch it in main, print that line on stderr and exit with status 2.
+// error.cu: errors. A mistake of the caller or of the input throws Error with one line that says what is wrong and
+// what to do. The programs catch it in main, print that line on stderr and exit with status 2.
 
 struct Error : std::runtime_error {
     using std::runtime_error::runtime_error;
@@ -152,7 +152,7 @@ void dispatch(DType dtype, F&& f) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Tensor: a view of row-major device (or host) memory. It owns nothing and is passed by value.
+// tensor.cu: Tensor, a view of row-major device (or host) memory. It owns nothing and is passed by value.
 
 struct Tensor {
     void* data = nullptr;
@@ -207,7 +207,7 @@ std::vector<float> to_floats(const Tensor& tensor);                        // an
 void from_floats(const Tensor& tensor, const std::vector<float>& values);  // rounded to the tensor's dtype
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Arena: memory taken once, before the first step, and handed out in order.
+// arena.cu: memory taken once, before the first step, and handed out in order.
 //
 // The same code runs twice: once over a counting arena (reserve() not yet called: tensors come back with data ==
 // nullptr and only the bytes are counted), then for real. So nothing calls cudaMalloc during training, and the memory
@@ -234,7 +234,7 @@ class Arena {
     void reserve();
     bool counting() const { return !reserved_; }
 
-    size_t bytes() const { return reserved_ ? capacity_bytes_ : used_bytes_; }
+    size_t bytes() const { return reserved_ ? capacity_bytes_ : high_bytes_; }
     const std::string& name() const { return name_; }
     MemoryKind kind() const { return kind_; }
     // Bytes by the name given to take(), in the order of first use: the rows of the memory plan.
@@ -295,7 +295,7 @@ struct Param {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What a launch costs. Launchers state it after the launch, where the sizes are at hand:
+// launches.cu: what a launch costs. Launchers state it after the launch, where the sizes are at hand:
 //
 //     kernel<<<grid, block, 0, stream>>>(...);
 //     launched("kernel", {.reads = bytes_of(inp, weight), .writes = bytes_of(out), .flops = 2.0 * N * C});
@@ -339,7 +339,7 @@ class LaunchNotes {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Device: what one rank computes on. One per thread (a rank is a thread or a process): device() is this thread's.
+// device.cu: what one rank computes on. One per thread (a rank is a thread or a process): device() is this thread's.
 
 struct Device {
     int index = 0;
@@ -374,7 +374,7 @@ cudaEvent_t make_event();    // without a time
 void copy_tensor(const Tensor& out, const Tensor& inp, cudaStream_t stream);  // on the device; nothing if out is inp
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Random numbers: Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), a counter-based
+// random.cu: Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), a counter-based
 // generator: number i of stream (seed, key) is a pure function of the three, the same on every device and every mesh.
 
 struct Philox {
@@ -408,5 +408,5 @@ void fill_constant(const Tensor& tensor, float value);
 uint64_t hash_name(const std::string& name);
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The time in seconds, by a clock that never goes back: only differences mean anything.
+// clock.cu: the time in seconds, by a clock that never goes back: only differences mean anything.
 double seconds_now();

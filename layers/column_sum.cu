@@ -27,8 +27,8 @@ namespace {
 
 constexpr int kColumnBlock = 128;  // threads: neighbours read neighbouring chunks of columns
 
-// Chunks have 64 rows, or more, so that there are at most about a million partial sums, each of which is written and
-// read once.
+// Chunks have 64 rows, or more, so that there are at most about a million partial sums (or 32 rows of them), each of
+// which is written and read once.
 int64_t n_chunks(int64_t N, int64_t C) {
     return std::min(ceil_div(N, 64), std::max<int64_t>(32, (int64_t{1} << 20) / std::max<int64_t>(C, 1)));
 }
