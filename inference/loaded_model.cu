@@ -142,7 +142,8 @@ void LoadedModel::load() {
     const size_t all_bytes = device_memory().all;
     check(device_bytes() <= all_bytes, "this needs ", human_bytes(static_cast<double>(device_bytes())),
           ", and the device has ", human_bytes(static_cast<double>(all_bytes)),
-          ": give fewer --cache-pages or --max-sequences, a smaller --max-length, or --dtype bf16");
+          ": give fewer --cache-pages or --max-sequences, or a smaller --max-length",
+          model.precision.dtype == DType::f32 ? ", or --dtype bf16" : "");
     reserve();
     if (draft) draft->reserve();
     for (Arena* arena : {&cache, &activations, &pinned}) arena->reserve();

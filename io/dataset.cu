@@ -184,11 +184,12 @@ TokenShard parse_token_shard(const unsigned char* data, size_t bytes, const std:
     constexpr size_t header_bytes = 256 * sizeof(int32_t);
     int32_t magic = 0, version = 0, n = 0;
     check(bytes >= header_bytes, name, ": ", bytes, " bytes are too few for a token shard, whose header alone has ",
-          header_bytes);
+          header_bytes, ": was it downloaded completely?");
     std::memcpy(&magic, data, 4);
     std::memcpy(&version, data + 4, 4);
     std::memcpy(&n, data + 8, 4);
 
+    const char* make_again = "make the shard again with llm.c's dev/data scripts";
     const bool narrow = magic == 20240520, wide = magic == 20240801;
     const char* hint = magic == 20240522   ? " (this is llm.c's multiple-choice evaluation file)"
                        : magic == 20240326 ? " (this is a model checkpoint of llm.c)"
@@ -198,13 +199,13 @@ TokenShard parse_token_shard(const unsigned char* data, size_t bytes, const std:
           "make shards with llm.c's dev/data scripts, or give the text itself");
     const int32_t version_wanted = narrow ? 1 : 7;
     check(version == version_wanted, name, ": version ", version, ", expected ", version_wanted, " for magic number ",
-          magic);
+          magic, ": ", make_again);
 
     TokenShard shard{data + header_bytes, n, narrow ? 2 : 4, narrow ? 50256 : 128000};
-    check(n >= 0, name, ": token count ", n, " in the header is negative");
+    check(n >= 0, name, ": token count ", n, " in the header is negative: ", make_again);
     const size_t wanted = header_bytes + static_cast<size_t>(n) * shard.token_bytes;
     check(bytes == wanted, name, ": the header promises ", n, " tokens, so the file should have ", wanted,
-          " bytes, but it has ", bytes, bytes < wanted ? ": was it downloaded completely?" : "");
+          " bytes, but it has ", bytes, ": ", bytes < wanted ? "was it downloaded completely?" : make_again);
     return shard;
 }
 

@@ -158,7 +158,8 @@ void Trainer::check_fits() {
     const size_t device_bytes = device_memory().all;
     check(memory.bytes() <= device_bytes, "this run needs ", human_bytes(static_cast<double>(memory.bytes())),
           ", the device has ", human_bytes(static_cast<double>(device_bytes)),
-          ": use a smaller --micro-batch, --seq or --model, --recompute, --dtype bf16 or --offload");
+          ": use a smaller --micro-batch, --seq or --model, --recompute",
+          options.precision.dtype == DType::f32 ? ", --dtype bf16" : "", " or --offload");
 }
 
 void Trainer::reserve() {
