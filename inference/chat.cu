@@ -48,7 +48,7 @@ bool read_line(std::string& line) {
     }
 }
 
-// The request for the next answer. The model must have positions for it: the oldest exchanges are left away.
+// The request for the next answer. The model must have positions for it: the oldest exchanges are left out.
 TextRequest next_request(const LoadedModel& model, const GenerateOptions& o, const ChatTemplate& chat,
                          std::vector<ChatMessage>& messages) {
     const std::ptrdiff_t first = messages[0].role == "system" ? 1 : 0;
@@ -61,7 +61,7 @@ TextRequest next_request(const LoadedModel& model, const GenerateOptions& o, con
         request = chat_request(o, model, chat, messages);
     }
     if (left_away && std::ssize(request.prompt) <= room)
-        std::printf("(the beginning of the conversation is left away: the model has no room for it)\n");
+        std::printf("(the beginning of the conversation is left out: the model has no room for it)\n");
     return request;
 }
 
@@ -117,7 +117,7 @@ void run_chat(LoadedModel& model, const GenerateOptions& o) {
             messages.push_back({"assistant", answer(requests, next_request(model, o, chat, messages))});
         } catch (const Error& error) {  // a message that is too long is no reason to end the conversation
             std::printf("(%s)\n", error.what());
-            messages = before;  // also what was left away for it
+            messages = before;  // also what was left out for it
         }
     }
     if (terminal) std::printf("\n");

@@ -158,8 +158,7 @@ void check_effects(const GenerateOptions& o, const CommandLine& line) {
     std::vector<std::string> of_answers = {"--tokens", "--samples", "--beams", "--ignore-eos"};
     of_answers.insert(of_answers.end(), std::begin(kDrawing), std::end(kDrawing));
     for (const std::string& flag : of_answers)
-        check(o.eval.empty() || !line.given(flag), flag,
-              " is for answers, and --eval has none: leave one of them away");
+        check(o.eval.empty() || !line.given(flag), flag, " is for answers, and --eval has none: leave one of them out");
 }
 
 // What answers a request has, and what is told of them.

@@ -25,7 +25,7 @@ namespace {
 template <class T>
 std::string checked_text(const char* flag, const std::string& text, const std::vector<std::string>& words) {
     // As --flag "$NAME" gives it, of a variable that is not set.
-    check(!text.empty(), flag, " is empty: give it a value, or leave it away");
+    check(!text.empty(), flag, " is empty: give it a value, or leave it out");
     if (std::ranges::find(words, concat(flag, "=", text)) == words.end()) expect_value(flag, text);
     if constexpr (std::is_integral_v<T>) {
         // parse_whole_number counts in int64_t, also for a seed of 64 bits without a sign.

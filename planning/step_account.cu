@@ -131,10 +131,10 @@ void check_can_account(const Trainer& t) {
     if (o.offload != Offload::none)
         reason = "with --offload the host works, too, and the step is not a row of launches";
     if (o.data_parallel.zero > 0 || o.data_parallel.naive)
-        reason = "it is that of one rank, which divides nothing: leave --zero and --dp-mode away";
+        reason = "it is that of one rank, which divides nothing: leave --zero and --dp-mode out";
     if (o.attention == FlashTier::hopper && o.device_spec != "this" &&
         !device_spec(o.device_spec, DType::f32).is_hopper)
-        reason = "--attention hopper needs an H100 or H200: leave it away";
+        reason = "--attention hopper needs an H100 or H200: leave it out";
     if (reason) fail("--account: ", reason);
 }
 

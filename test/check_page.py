@@ -96,7 +96,7 @@ def check(page):
     page.type_message("z" * 5000)
     page.becomes(last_message + ".includes('5017 tokens') && answering === null")
     expect(page.value("messages.length === 2 && messages[0].content === 'Hello'"), "the conversation is gone")
-    # With the first question and its answer this is more than the model has room for: they are left away.
+    # With the first question and its answer this is more than the model has room for: they are left out.
     page.value("$('tokens').value = 3960")
     page.type_message("And?")
     page.becomes(last_message + ".length > 50 && $('running').textContent === '1' && cells.some(cell => cell[0] > 0)")

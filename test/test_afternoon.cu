@@ -105,7 +105,7 @@ void start_three_at_once(const Desk& desk) {
     }
     CHECK(desk.type("ls runs").out == "1\n2\n3\n4\n");
     typed = desk.type("./train_gpt --init runs/2 --data sums.txt --tokenizer tokenizer" + kSizes);
-    CHECK(one_line_with(line_of(typed), "beyond the model's vocabulary of 256: leave --tokenizer away"));
+    CHECK(one_line_with(line_of(typed), "beyond the model's vocabulary of 256: leave --tokenizer out"));
 }
 
 // No file may grow beyond 4 blocks of 512 bytes or 1 KiB, until prlimit lifts this: neither the log nor a checkpoint.

@@ -292,7 +292,7 @@ TEST_CASE("generate holds a conversation, plans, and tells a perplexity", "[gene
     // A message that is too long by itself costs nothing of the conversation.
     spit(folder / "long", "Hello\n" + std::string(3000, 'x') + "\nHow are you?\n");
     std::string kept = generate("--chat --tokens 8 --temperature 0", "cat " + (folder / "long") + " | ").out;
-    CHECK(kept.find("left away") == std::string::npos);
+    CHECK(kept.find("left out") == std::string::npos);
     const size_t refusal = kept.find("(the prompt has ");
     REQUIRE(refusal != std::string::npos);
     kept.erase(refusal, kept.find('\n', refusal) + 1 - refusal);
@@ -300,7 +300,7 @@ TEST_CASE("generate holds a conversation, plans, and tells a perplexity", "[gene
     // With a small cache a conversation loses its beginning, as with a short --max-length.
     spit(folder / "much", "message number 1 xxxxxxxxxxxxxx\r\nmessage number 2 xxxxxxxxxxxxxx\n");
     const Outcome small = generate("--chat --tokens 40 --cache-pages 8", "cat " + (folder / "much") + " | ");
-    CHECK_THAT(small.out, ContainsSubstring("(the beginning of the conversation is left away"));
+    CHECK_THAT(small.out, ContainsSubstring("(the beginning of the conversation is left out"));
     CHECK(small.out.find("ask for less") == std::string::npos);
     CHECK_THAT(generate("--plan --max-length 100").out, ContainsSubstring("64 sequences of 100 tokens fit"));
     // The last token of a sequence is in no page.

@@ -89,12 +89,12 @@ const std::vector<Mistyped> kMistyped = {
     {"--device-spec h100", {"--device-spec has no effect without --plan"}},
     {"--head-chunks 0", {"--head-chunks 0: use 1"}},
     {"--head-chunks 4096", {"--head-chunks 4096: a micro-batch has only 2048 tokens"}},
-    {"--head-chunks 2 --tp 2 --ranks 2", {"--head-chunks with --tp", "leave one of the two away"}},
+    {"--head-chunks 2 --tp 2 --ranks 2", {"--head-chunks with --tp", "leave one of the two out"}},
     {"--recompute 99", {"--recompute 99: the model has only 4 blocks"}},
     {"--trace 5000", {"--trace 5000: step 5000 is not among those that will be made, 1 to 1000"}},
     {"--trace 2-4", {"--trace 2-4: give the numbers of the steps"}},
-    {"--model gpt2 --init $GOLDEN/gpt2", {"--model gpt2 is another model than --init", "leave --model away"}},
-    {"--model tiny --init $GOLDEN/llama", {"--model tiny is another model than --init", "leave --model away"}},
+    {"--model gpt2 --init $GOLDEN/gpt2", {"--model gpt2 is another model than --init", "leave --model out"}},
+    {"--model tiny --init $GOLDEN/llama", {"--model tiny is another model than --init", "leave --model out"}},
 };
 
 }  // namespace

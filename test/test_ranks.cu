@@ -477,7 +477,7 @@ TEST_CASE("ranks that were started differently are refused by name", "[program][
     }
     for (const auto& [flags, words] : {std::pair("--ranks 3 --batch 16", "--batch 16 cannot be divided among 3 ranks"),
                                        {"--ranks 2 --zero 4", "--zero 4"},
-                                       {"--ranks 2 --zero 1 --dp-mode naive", "leave --zero away"},
+                                       {"--ranks 2 --zero 1 --dp-mode naive", "leave --zero out"},
                                        {"--ranks -1", "--ranks"},
                                        {"--ranks 2 --ranks-per-node -1", "--ranks-per-node -1: use 1 or more"},
                                        {"--comm pigeon", "--comm pigeon"}}) {

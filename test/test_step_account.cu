@@ -258,8 +258,8 @@ TEST_CASE("the plan's bytes and FLOPs of a step are those of its launches", "[pr
 
 TEST_CASE("the account refuses what it cannot tell", "[program][account]") {
     const auto refusal = [](const std::string& flags) { return run_program("train_gpt", "--account " + flags).err; };
-    CHECK(refusal("--ranks 2") == "train_gpt: --account: it is that of one rank: leave --ranks and mpirun away\n");
-    CHECK_THAT(refusal("--zero 3"), ContainsSubstring("leave --zero and --dp-mode away"));
+    CHECK(refusal("--ranks 2") == "train_gpt: --account: it is that of one rank: leave --ranks and mpirun out\n");
+    CHECK_THAT(refusal("--zero 3"), ContainsSubstring("leave --zero and --dp-mode out"));
     if (has_wgmma())
         CHECK_THAT(refusal("--attention hopper --dtype bf16 --device-spec a100"),
                    ContainsSubstring("needs an H100 or H200"));

@@ -195,7 +195,7 @@ TEST_CASE("--tp-mode refuses in one line what it cannot divide", "[program][rank
         {"gpt2", "--ranks 8 --tp 8 --tp-mode 2.5d --tp-depth 3", "--tp-depth 3 says: --tp 12, 27 or 48"},
         {"gpt2", "--ranks 8 --tp 8 --tp-mode 2.5d --tp-depth -1", "--tp-depth must not be negative"},
         {"gpt2", "--ranks 4 --tp 4 --tp-mode 2d --tp-depth 2", "--tp-depth belongs to --tp-mode 2.5d"},
-        {"gpt2", "--ranks 4 --tp 4 --tp-mode 2d --sp", "the residual stream is divided already; leave --sp away"},
+        {"gpt2", "--ranks 4 --tp 4 --tp-mode 2d --sp", "the residual stream is divided already; leave --sp out"},
         {"biases", "--ranks 9 --tp 9 --tp-mode 2d", "the model's 4 key/value heads"},
         {"odd-llama", "--ranks 4 --tp 4 --tp-mode 2d", "the model's 5 heads cannot be divided by 2"},
         {"gpt2", "--ranks 4 --tp 4 --tp-mode 2d --batch 3", "the 3 sequences of a micro-batch (--micro-batch)"},

@@ -38,18 +38,18 @@ namespace {
 // Why the launches of a step cannot be a graph, or a step not be launched before the one before it is read; or nothing.
 std::string reason_against_graph(const TrainOptions& o) {
     if (rank_count(o.ranks) > 1) return "ranks wait for each other on the host; use one rank";
-    if (o.offload != Offload::none) return "--offload moves what is computed, and where; leave --offload away";
-    if (o.data_parallel.zero > 0) return "--zero fetches and reduces on a stream of its own; leave --zero away";
-    if (o.data_parallel.naive) return "--dp-mode naive has a stream of its own; leave --dp-mode away";
-    if (!o.ranks.trace.empty()) return "--trace notes when each kernel comes; leave --trace away";
+    if (o.offload != Offload::none) return "--offload moves what is computed, and where; leave --offload out";
+    if (o.data_parallel.zero > 0) return "--zero fetches and reduces on a stream of its own; leave --zero out";
+    if (o.data_parallel.naive) return "--dp-mode naive has a stream of its own; leave --dp-mode out";
+    if (!o.ranks.trace.empty()) return "--trace notes when each kernel comes; leave --trace out";
     return "";
 }
 std::string reason_against_run_ahead(const TrainOptions& o) {
     if (rank_count(o.ranks) > 1) return "ranks agree after each step whether to stop; use one rank";
     if (o.precision.dtype == DType::f16) return "an overflow in fp16 changes the next step; use --dtype bf16 or fp32";
     if (o.precision.fp8 != Fp8Recipe::none) return "the scales of fp8 are those of the step before; use --dtype bf16";
-    if (o.offload != Offload::none) return "with --offload the host has a part in the update; leave --offload away";
-    if (!o.ranks.trace.empty()) return "--trace shows steps one by one; leave --trace away";
+    if (o.offload != Offload::none) return "with --offload the host has a part in the update; leave --offload out";
+    if (!o.ranks.trace.empty()) return "--trace shows steps one by one; leave --trace out";
     return "";
 }
 

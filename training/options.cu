@@ -360,7 +360,7 @@ void adopt_saved_options(CommandLine& line, TrainOptions& o) {
     o.new_schedule = line.given("--steps") && line.given("--schedule") &&
                      !same_value(line.value_of("--steps"), saved.options.at("--steps"));
     check(o.stop_after == 0 || o.stop_after > saved.step, "--stop-after ", o.stop_after, ": the run in ", o.out,
-          " is at step ", saved.step, " already: give a later step, or leave the flag away");
+          " is at step ", saved.step, " already: give a later step, or leave the flag out");
     check(!line.given("--steps") || o.steps >= saved.step, "--steps ", o.steps, ": the run in ", o.out, " is at step ",
           saved.step, " already: --steps counts the steps of the whole run, those before --resume too");
     const bool was_asynchronous = saved.options.count("--pipeline") > 0;
@@ -376,8 +376,8 @@ void adopt_saved_options(CommandLine& line, TrainOptions& o) {
         const std::string own = line.value_of(flag);
         check(!line.given(flag) || may_change || same_value(own, value), flag, " ", own, " differs from the run in ",
               o.out, ", which has ", value.empty() ? concat("no ", flag) : concat(flag, " ", value), ": ",
-              kScheduleFlags.count(flag) ? "leave the flag away, give a new --schedule with more --steps"
-                                         : "leave the flag away",
+              kScheduleFlags.count(flag) ? "leave the flag out, give a new --schedule with more --steps"
+                                         : "leave the flag out",
               ", or start a new run with another --out");
         const bool replaced = flag == "--micro-batch" && line.given("--micro-batches");
         if (!line.given(flag) && !value.empty() && !replaced) line.give(flag, value);

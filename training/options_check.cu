@@ -81,7 +81,7 @@ void choose_precision(TrainOptions& o, const TypedFlags& typed) {
     check(
         head_chunks == 1 || o.tp == 1,
         "--head-chunks with --tp: its ranks have divided the logits among them, and sum up the gradient of all rows of "
-        "the head's input at once; leave one of the two away");
+        "the head's input at once; leave one of the two out");
     o.attention = flash_tier_from_name(typed.attention);
     expect_flash_tier(o.attention, p.dtype);
 }
@@ -99,7 +99,7 @@ void choose_compression(TrainOptions& o, const std::string& name) {
     if (c.kind == Compression::none) return;
     check(o.data_parallel.zero == 0 && !o.data_parallel.naive, "--compress ", name, " with ", data_parallel_mode(o),
           ": compressors make the whole "
-          "sum for every rank, which only --dp-mode ddp without --zero asks for: leave one of the two away");
+          "sum for every rank, which only --dp-mode ddp without --zero asks for: leave one of the two out");
     check(c.kind == Compression::bf16 || o.precision.dtype != DType::f16, "--compress ", name,
           " adds the errors of a step to the "
           "gradients of the next, which --dtype fp16 may have scaled otherwise, or made infinite: use --dtype bf16 or "
@@ -142,11 +142,11 @@ void check_options(const TrainOptions& o) {
     check((o.micro_batch > 0 ? o.micro_batch : o.batch / n_ranks) <= kMostSequences, "a micro-batch can have at most ",
           kMostSequences, " sequences: give a smaller --micro-batch");
     check(!(o.plan && o.account), "--plan and --account: give one of them");
-    check(!o.account || rank_count(o.ranks) == 1, "--account: it is that of one rank: leave --ranks and mpirun away");
+    check(!o.account || rank_count(o.ranks) == 1, "--account: it is that of one rank: leave --ranks and mpirun out");
     check(o.data_parallel.zero >= 0 && o.data_parallel.zero <= 3, "--zero ", o.data_parallel.zero,
           ": use 0, 1, 2 or 3");
     check(!o.data_parallel.naive || o.data_parallel.zero == 0,
-          "--dp-mode naive keeps all states with rank 0: leave --zero away");
+          "--dp-mode naive keeps all states with rank 0: leave --zero out");
     check(o.data_parallel.bucket_mib > 0, "--bucket-mib must be positive");
     check(o.seed >= 0, "--seed must not be negative");
     const float clip = static_cast<float>(o.clip), lr = static_cast<float>(o.schedule.peak);
@@ -180,11 +180,11 @@ void check_offload(const TrainOptions& o) {
     const char* name = o.offload == Offload::params ? "params" : "optimizer";
     check(o.offload != Offload::params || o.data_parallel.compress.kind == Compression::none,
           "--offload params with --compress: weights that are fetched need --zero 3, and compressors make whole sums: "
-          "leave one of the two away");
+          "leave one of the two out");
     check(has_host_optimizer(o.optimizer), "--offload ", name, " with --optimizer ", o.optimizer,
           ": the host updates by adamw and adam; use one of them, or --offload unified");
     check(o.precision.master || o.precision.dtype == DType::f32, "--offload ", name,
-          " with --master none: the host updates float32 weights; leave --master away, or use --offload unified");
+          " with --master none: the host updates float32 weights; leave --master out, or use --offload unified");
     check(o.offload != Offload::params || o.data_parallel.zero == 3,
           "--offload params needs --zero 3, which fetches a unit's weights "
           "before each use, also on one rank; with ",
@@ -194,11 +194,11 @@ void check_offload(const TrainOptions& o) {
 // What does not go together with --tp; --sp and --tp-overlap belong to it.
 void check_tensor_parallel(const TrainOptions& o) {
     check(!o.tp_overlap || o.precision.fp8 == Fp8Recipe::none,
-          "--tp-overlap with --dtype fp8: scales are those of all rows, which are never there at once; leave it away");
-    check(!o.sp || o.tp > 1, "--sp divides the tokens among the ranks of --tp: add --tp, or leave it away");
+          "--tp-overlap with --dtype fp8: scales are those of all rows, which are never there at once; leave it out");
+    check(!o.sp || o.tp > 1, "--sp divides the tokens among the ranks of --tp: add --tp, or leave it out");
     check(o.tp > 1 || (o.tp_mode == TensorMode::one_d && o.tp_depth == 0),
-          "--tp-mode says how the ranks of --tp divide the layers: add --tp, or leave it away");
-    check(!o.tp_overlap || o.sp, "--tp-overlap is about the rows that travel with --sp: add --sp, or leave it away");
+          "--tp-mode says how the ranks of --tp divide the layers: add --tp, or leave it out");
+    check(!o.tp_overlap || o.sp, "--tp-overlap is about the rows that travel with --sp: add --sp, or leave it out");
     check(o.precision.fp8 == Fp8Recipe::none || o.tp_mode == TensorMode::one_d, "--dtype fp8 with --tp-mode ",
           tensor_mode_name(o.tp_mode),
           ": its products of blocks are in 16 or 32 bits; use --dtype bf16 or --tp-mode 1d");
@@ -231,8 +231,7 @@ void check_trace(const TrainOptions& o) {
 // Error for a flag of the command line that changes nothing beside the others.
 void check_effects(const TrainOptions& o, const TypedFlags& typed) {
     const auto check_effect = [&](const char* flag, bool has_effect, const std::string& reason) {
-        check(has_effect || typed.given.count(flag) == 0, flag, " has no effect ", reason, ", or leave ", flag,
-              " away");
+        check(has_effect || typed.given.count(flag) == 0, flag, " has no effect ", reason, ", or leave ", flag, " out");
     };
     check_effect("--fp8", o.precision.fp8 != Fp8Recipe::none, concat("with --dtype ", o.dtype, ": add --dtype fp8"));
     for (const char* flag :
@@ -250,7 +249,7 @@ void check_effects(const TrainOptions& o, const TypedFlags& typed) {
     for (const char* flag : {"--momentum", "--beta1", "--beta2", "--eps"})
         check_effect(flag, read->second.count(flag) > 0,
                      concat("with --optimizer ", o.optimizer, ": use another optimizer"));
-    check_effect("--val-fraction", o.val.empty(), "beside --val, which is all that is held out: leave --val away");
+    check_effect("--val-fraction", o.val.empty(), "beside --val, which is all that is held out: leave --val out");
     check_effect("--cp-mode", o.cp > 1, "without --cp: add --cp 2");
     check_effect("--device-spec", o.plan || o.account, "without --plan or --account, whose device it is: add --plan");
 }

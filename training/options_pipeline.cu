@@ -59,7 +59,7 @@ void check_schedule_flags(TrainOptions& o, const TypedFlags& typed) {
     read_times(o, typed.times);
     const auto check_belongs = [&](const char* flag, bool belongs, const char* to) {
         check(belongs || all || typed.given.count(flag) == 0, flag, " has no effect with --pipeline ", o.pipeline,
-              ": use ", to, ", or leave ", flag, " away");
+              ": use ", to, ", or leave ", flag, " out");
     };
     check_belongs("--chunks", o.pipeline == "interleaved", "--pipeline interleaved");
     check_belongs("--vertical-sync", o.pipeline == "pipedream", "--pipeline pipedream");
@@ -73,7 +73,7 @@ void choose_micro_batch(TrainOptions& o, const TypedFlags& typed) {
     if (o.micro_batches == 0) return;
     const int64_t local = o.batch / o.data_ranks();
     check(typed.given.count("--micro-batch") == 0,
-          "--micro-batches and --micro-batch say the same in two ways: leave one of the two away");
+          "--micro-batches and --micro-batch say the same in two ways: leave one of the two out");
     check(local % o.micro_batches == 0, "--micro-batches ", o.micro_batches, ": ",
           o.data_ranks() > 1 ? "a rank's share of --batch" : "the --batch", ", ", local,
           " sequences, cannot be divided by it: choose one that divides it");
@@ -86,7 +86,7 @@ void check_asynchronous(const TrainOptions& o) {
     const std::string name = "--pipeline " + o.pipeline;
     const int64_t m = step_micro_batches(o);
     check(o.pipeline != "pipedream" || m == 1, name, " updates after each micro-batch: a step has one, and not ", m,
-          ": leave --micro-batch and --micro-batches away");
+          ": leave --micro-batch and --micro-batches out");
     check(o.pipeline != "2bw" || m >= o.pp, name, " needs at least as many micro-batches a step as ranks, --pp ", o.pp,
           ", and a step has ", m, ": use --micro-batches ", o.pp);
     check(o.flush_every > 0, "--flush-every must be positive: evaluations and checkpoints need an empty pipeline");
@@ -124,7 +124,7 @@ int64_t n_pipeline_stages(const TrainOptions& o) {
 void settle_pipeline(TrainOptions& o, const TypedFlags& typed) {
     for (const char* flag : {"--pipeline", "--stages"})
         check(o.pp > 1 || typed.given.count(flag) == 0, flag, " has no effect without --pp: add --pp 2, or leave ",
-              flag, " away");
+              flag, " out");
     check_schedule_flags(o, typed);
     choose_micro_batch(o, typed);
     check(o.pp > 1 || !o.asynchronous, "--pipeline ", o.pipeline, ", which this run has, needs --pp: add --pp 2");
@@ -132,7 +132,7 @@ void settle_pipeline(TrainOptions& o, const TypedFlags& typed) {
     read_stages(o, typed.stages);
     check(o.data_parallel.zero < 2, "--zero ", o.data_parallel.zero,
           " with --pp: each micro-batch would send all gradients, or gather all weights, again: use --zero 1");
-    check(o.offload == Offload::none, "--offload with --pp: leave one of the two away");
+    check(o.offload == Offload::none, "--offload with --pp: leave one of the two out");
     if (o.asynchronous) check_asynchronous(o);
     // Error for numbers of ranks and micro-batches that a schedule cannot have.
     const bool splits = !o.asynchronous && make_schedule(schedule_options(o, step_micro_batches(o))).splits_backward;
@@ -142,7 +142,7 @@ void settle_pipeline(TrainOptions& o, const TypedFlags& typed) {
           ": the gradient of the head's weight is computed later, from the logits' gradient, which would have to stay; "
           "use --pipeline 1f1b");
     check(typed.given.count("--sample") == 0 || o.sample_tokens == 0,
-          "--sample with --pp: no rank has the whole model; leave it away, and let ./generate continue a prompt with a "
+          "--sample with --pp: no rank has the whole model; leave it out, and let ./generate continue a prompt with a "
           "checkpoint");
     o.sample_tokens = 0;
 }
@@ -153,7 +153,7 @@ void settle_drawing(TrainOptions& o, const TypedFlags& typed) {
                                                       "--times",         "--memory-limit", "--out"};
     for (const std::string& flag : typed.given)
         check(kOfDrawings.count(flag) > 0, flag, " has no effect with --draw, which prints a schedule and ends: leave ",
-              "one of the two away");
+              "one of the two out");
     for (const char* flag : {"--pp", "--micro-batches"})
         check(typed.given.count(flag) > 0, "--draw needs ", flag, ", as in --pipeline ", o.pipeline,
               " --pp 4 --micro-batches 8 --draw");

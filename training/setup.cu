@@ -27,7 +27,7 @@ void check_tokens(const TrainOptions& o, const TokenSource& source, const char* 
     const bool chosen = !o.tokenizer.empty() && !o.init.empty() && !source.is_shards();
     check(largest < config.V, source.description(), ": holds token id ", largest, ", beyond the model's vocabulary of ",
           config.V, ": ",
-          chosen ? "leave --tokenizer away, for the model's own, or train a model with this one from the beginning"
+          chosen ? "leave --tokenizer out, for the model's own, or train a model with this one from the beginning"
                  : "use the --tokenizer and --model that belong together");
 }
 
@@ -53,7 +53,7 @@ void check_documents(const TokenMix& mix) {
     }
     fail("--mask-documents: ", descriptions,
          "all of it is one document: give a folder with a file for each, or text or shards with an end-of-text token "
-         "before each (--eot names that of shards), or leave the flag away");
+         "before each (--eot names that of shards), or leave the flag out");
 }
 
 // Which build this is; the same for all where the system does not tell.
@@ -83,7 +83,7 @@ void check_same_model(const TrainOptions& o, const Config& of_init) {
             return line.substr(begin, line.find_last_not_of(',') + 1 - begin);
         };
         check(a == b, "--model ", o.model, " is another model than --init ", o.init, ", whose config.json has ",
-              trimmed(b), " and not ", trimmed(a), ": leave --model away");
+              trimmed(b), " and not ", trimmed(a), ": leave --model out");
     }
 }
 

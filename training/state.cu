@@ -174,7 +174,7 @@ ResumedSchedule resumed_schedule(const TrainOptions& o, const RunState& saved) {
     const int64_t step = saved.step, was = old.last_step();
     if (o.steps == was && !o.new_schedule && o.typed_schedule.name == old.name) return {old, ""};
     check(o.steps > step, "--steps ", o.steps, ": the run in ", o.out, " has made ", step,
-          " steps: give more of them, or leave the flag away");
+          " steps: give more of them, or leave the flag out");
     if (o.new_schedule || o.typed_schedule.name != old.name) {
         Schedule next = begin_schedule(o.typed_schedule, step, o.steps);
         next = with_warmup(next);

@@ -39,7 +39,7 @@ const char* tensor_mode_name(TensorMode mode) { return kModes[static_cast<size_t
 
 TensorLayout tensor_layout(TensorMode mode, int rank, int size, bool sequence, int depth) {
     check(mode == TensorMode::one_d || !sequence, "--sp with --tp-mode ", tensor_mode_name(mode),
-          ": the residual stream is divided already; leave --sp away");
+          ": the residual stream is divided already; leave --sp out");
     check(depth == 0 || mode == TensorMode::two_half_d, "--tp-depth belongs to --tp-mode 2.5d");
     check(depth >= 0, "--tp-depth must not be negative");
     TensorLayout layout;
