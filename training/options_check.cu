@@ -252,6 +252,13 @@ void check_effects(const TrainOptions& o, const TypedFlags& typed) {
     check_effect("--val-fraction", o.val.empty(), "beside --val, which is all that is held out: leave --val out");
     check_effect("--cp-mode", o.cp > 1, "without --cp: add --cp 2");
     check_effect("--device-spec", o.plan || o.account, "without --plan or --account, whose device it is: add --plan");
+    check_effect("--temperature", o.sample_tokens > 0, "without a sample of text: add --sample 100");
+    const bool has_buckets =
+        o.data_parallel.zero == 0 && !o.data_parallel.naive && o.data_parallel.compress.kind == Compression::none;
+    check_effect("--bucket-mib", has_buckets,
+                 "with --zero, --dp-mode naive or --compress, which send units: use none of them");
+    for (const char* flag : {"--model", "--init", "--seq", "--recompute", "--head-chunks"})
+        check_effect(flag, o.plan_parameters == 0, "on the plan of --params, which has no layers: leave --params out");
 }
 
 }  // namespace
