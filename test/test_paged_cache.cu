@@ -274,6 +274,16 @@ TEST_CASE("paged cache: full pages are found while a sequence has them, and afte
     CHECK(cache.pages_available() == 20);
     CHECK(n_found(cache, tokens) == 8);
 
+    // Two sequences compute the same page in one step: what follows it in either can be found.
+    const SequenceId third = cache.begin(), fourth = cache.begin();
+    for (const SequenceId sequence : {third, fourth}) {
+        REQUIRE(cache.reserve(sequence, 4));
+        cache.append(sequence, count_up(4, 50));
+    }
+    REQUIRE(cache.reserve(fourth, 4));
+    cache.append(fourth, count_up(4, 54));
+    CHECK(n_found(cache, count_up(9, 50)) == 8);
+
     PagedCache without({.page_size = 4, .n_pages = 20, .share_prefixes = false});
     without.end(begin_with(without, tokens));
     CHECK(n_found(without, tokens) == 0);
@@ -320,6 +330,9 @@ TEST_CASE("paged cache: rows that a sequence has taken back and writes again are
     // While somebody else has the page, the one who writes gets a copy.
     const SequenceId other = cache.fork(sequence);
     cache.truncate(other, 5);
+    CHECK(cache.pages_wanted(other, 0) == 0);
+    REQUIRE(cache.reserve(other, 0));
+    CHECK(cache.take_copies().empty());  // nobody writes
     CHECK(cache.pages_wanted(other, 1) == 1);
     REQUIRE(cache.reserve(other, 1));
     const std::vector<PageCopy> copies = cache.take_copies();
@@ -367,6 +380,19 @@ TEST_CASE("paged cache: a page that several sequences share is copied to the hos
     CHECK_FALSE(cache.swap_out(std::vector{a, b, c, d}));  // six pages, and the host has four
     CHECK_FALSE(cache.is_swapped(a));
     CHECK(cache.take_copies().empty());
+    cache.check_consistency();
+}
+
+TEST_CASE("paged cache: of sequences that come back only what is no longer there is copied", "[paged_cache]") {
+    PagedCache cache({.page_size = 2, .n_pages = 2, .n_host_pages = 2});
+    const std::vector<SequenceId> two = {begin_with(cache, count_up(2)), begin_with(cache, count_up(2, 50))};
+    REQUIRE(cache.swap_out(two));
+    CHECK(cache.take_copies().size() == 2);
+    cache.end(begin_with(cache, count_up(2, 90)));  // in the page of the first, and kept
+    REQUIRE(cache.swap_in(two));
+    CHECK(cache.take_copies().size() == 1);
+    CHECK(n_found(cache, count_up(3)) == 2);
+    CHECK(n_found(cache, count_up(3, 50)) == 2);
     cache.check_consistency();
 }
 
