@@ -149,6 +149,13 @@ TEST_CASE("scheduler: swapped rows are not computed again, dropped rows are", "[
     };
     CHECK(run(Preemption::swap) == 8 * (3 + 59));
     CHECK(run(Preemption::recompute) > 8 * (3 + 59));
+    // Alone it comes back into a cache that it fills.
+    SimulatedEngine engine = engine_of({4, 3, 3, false, 64, 8, Batching::continuous, Preemption::swap, 0});
+    const Request& alone = engine.add({1, 2, 3}, 10);
+    while (alone.sequences.front()->computed_n < 9) engine.step();
+    CHECK(engine.scheduler.preempt_last());
+    while (!engine.is_done()) engine.step();
+    CHECK(engine.n_rows_computed == 12);
 }
 
 TEST_CASE("scheduler: who is admitted has room to grow", "[scheduler]") {
@@ -271,9 +278,13 @@ TEST_CASE("scheduler: a prompt whose log-probabilities are wanted has the logits
         if (parts.back().request->scores_prompt)
             its.push_back({parts.back().first, parts.back().n, parts.back().n_scored});
     };
-    while (!engine.is_done()) engine.step();
-    // Nothing is taken over of the prompt before, which begins alike. Beside an answer 3 logits are left, alone 4.
-    CHECK(its == std::vector<std::array<int64_t, 3>>{{0, 3, 3}, {3, 3, 3}, {6, 4, 4}, {10, 3, 2}, {13, 1, 0}});
+    while (!engine.is_done()) {
+        engine.step();
+        if (its.size() == 4) engine.scheduler.preempt_last();
+    }
+    // Nothing is taken over of the prompt before, which begins alike. Beside an answer 3 logits are left, alone 4. When
+    // all are scored, its own pages are taken over.
+    CHECK(its == std::vector<std::array<int64_t, 3>>{{0, 3, 3}, {3, 3, 3}, {6, 4, 4}, {10, 3, 2}, {12, 2, 0}});
 }
 
 TEST_CASE("scheduler: a prompt that is being computed is shared in the same step", "[scheduler]") {
@@ -359,6 +370,30 @@ TEST_CASE("scheduler: cancelled in every state", "[scheduler]") {
     CHECK(engine.cache.pages_available() == 12);
     CHECK(engine.scheduler.next_step().empty());
     CHECK_THAT(error_of([&] { engine.scheduler.remove(a); }), ContainsSubstring("request 0 was removed before"));
+}
+
+TEST_CASE("scheduler: of several answers that are computed again the first may be cancelled", "[scheduler]") {
+    SimulatedEngine engine = engine_of({4, 12, 0, false, 8, 8, Batching::continuous, Preemption::recompute, 0});
+    Request& request = engine.add({1, 2, 3}, 9, 2);
+    while (request.sequences.front()->computed_n < 6) engine.step();
+    CHECK(engine.scheduler.preempt_last());
+    engine.step();
+    CHECK_FALSE(request.sequences.back()->cached.has_value());  // it will be forked from the first
+    engine.scheduler.drop(request, *request.sequences.front());
+    while (!engine.is_done()) engine.step();
+}
+
+TEST_CASE("scheduler: it is full until somebody leaves", "[scheduler]") {
+    SimulatedEngine engine = engine_of({4, 12, 0, false, 8, 1, Batching::continuous, Preemption::recompute, 0});
+    Request& runs = engine.add({1, 2, 3}, 9);
+    engine.add({1, 2, 3}, 9);
+    CHECK_FALSE(engine.scheduler.is_full());
+    engine.step();
+    CHECK(engine.scheduler.is_full());
+    engine.remove(runs);
+    CHECK_FALSE(engine.scheduler.is_full());
+    engine.step();
+    CHECK_FALSE(engine.scheduler.is_full());
 }
 
 TEST_CASE("scheduler: what can never run is refused", "[scheduler]") {
