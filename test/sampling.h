@@ -121,13 +121,14 @@ inline std::vector<Case> cases() {
                             {"temperature 0.6", options(0.6, 0, 1, 0)},
                             {"temperature 2.5", options(2.5, 0, 1, 0)},
                             {"top_k 5", options(1, 5, 1, 0)},
-                            {"top_k above V", options(1, 1000, 1, 0)},
+                            {"top_k above V", options(1, (int64_t{1} << 32) + 1, 1, 0)},
                             {"top_p 0.7", options(1, 0, 0.7, 0)},
                             {"min_p 0.07", options(1, 0, 1, 0.07)},
                             {"top_k, top_p", options(0.8, 9, 0.85, 0)},
                             {"all of them", options(1.3, 20, 0.9, 0.1)},
                             {"repetition 1.7", penalties(1.7, 0, 0), prompt, answer},
-                            {"presence, frequency", penalties(1, 0.8, -0.8), prompt, answer},
+                            {"presence 0.8", penalties(1, 0.8, 0), prompt, answer},
+                            {"frequency -0.8", penalties(1, 0, -0.8), prompt, answer},
                             {"three penalties", penalties(0.6, -0.5, 0.7), prompt, answer},
                             {"bias", biased({{0, -100}, {7, 3}, {8, -kInfinity}, {52, 2}, {7, -0.5}})}};
     cases.push_back(cases.back());

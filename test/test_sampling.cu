@@ -86,17 +86,19 @@ TEST_CASE("sampling: a row draws the same alone, among others, and again", "[sam
         const std::vector<Case> all = cases();
         const int64_t n_rows = 3 * std::ssize(all), Vp = V + 7;
         Buffer logits(DType::bf16, {n_rows, Vp}, random_values(n_rows * Vp, 21, 3.0));
-        // Prompts of the whole vocabulary have more adjustments together than fit into one launch.
-        std::vector<int32_t> prompt(static_cast<size_t>(V));
-        std::iota(prompt.begin(), prompt.end(), 0);
+        // Prompts or answers of the whole vocabulary have more adjustments together than fit into one launch.
+        std::vector<int32_t> whole(static_cast<size_t>(V));
+        std::iota(whole.begin(), whole.end(), 0);
         std::vector<SamplingOptions> options_of_row;
         for (int64_t i = 0; i < n_rows; ++i) {
             options_of_row.push_back(all[static_cast<size_t>(i) % all.size()].options);
             options_of_row.back().logprobs = i % 4 - 1;
         }
         std::vector<SamplingRow> rows;
-        for (size_t i = 0; i < options_of_row.size(); ++i)
-            rows.push_back({&options_of_row[i], i, 5, prompt, all[i % all.size()].answer});
+        for (size_t i = 0; i < options_of_row.size(); ++i) {
+            const std::span<const int32_t> answers[] = {all[i % all.size()].answer, {}, whole};
+            rows.push_back({&options_of_row[i], i, 5, whole, answers[i / all.size()]});
+        }
         TestSampler test(n_rows, V);
         const auto together = test.draw(logits, rows), again = test.draw(logits, rows);
         std::vector<int32_t> tokens;
