@@ -133,6 +133,14 @@ TEST_CASE("beam search: each beam says which one it continues; what is refused",
     CHECK(search.beams()[0].answer.score == -3);
     CHECK(search.beams()[1].parent == 0);
     CHECK_THROWS_WITH(search.step({}), ContainsSubstring("tokens of 0 beams; there are 2"));
+    BeamSearch banned({.n_beams = 2, .max_tokens = 3});
+    banned.step(std::vector<std::vector<TokenLogprob>>{{{1, -1.0f}, {2, -INFINITY}}});
+    CHECK(banned.beams().size() == 1);
+    // The best beam is as good as the worst answer, and not better.
+    BeamSearch equal({.n_beams = 1, .max_tokens = 3, .stop_tokens = {9}});
+    equal.step(std::vector<std::vector<TokenLogprob>>{{{9, -1.0f}, {1, -1.0f}}});
+    CHECK(equal.beams().empty());
+    CHECK(BeamSearch({.n_beams = 2, .stop_tokens = {7, 8, 9}}).n_tokens() == 8);
     CHECK_THROWS_WITH(BeamSearch({.n_beams = 0}), ContainsSubstring("n_beams is 0; it must be at least 1"));
     CHECK_THROWS_WITH(BeamSearch({.n_beams = 33}), ContainsSubstring("66 most probable tokens, and at most 64"));
     CHECK_THROWS_WITH(BeamSearch({.max_tokens = 0}), ContainsSubstring("max_tokens is 0"));
