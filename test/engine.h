@@ -116,6 +116,11 @@ inline auto sampled_answers(EngineWithMemory& e, int64_t V, int64_t only = -1, i
         request.n = id == 2 ? 3 : 1;
         request.sampling.temperature = 0.9, request.sampling.top_p = 0.95;
         request.sampling.seed = static_cast<uint64_t>(id), request.sampling.logprobs = logprobs;
+        if (id == 1) {  // one of three tokens, the rarest so far most likely
+            request.sampling.logit_bias = {{1, 100}, {2, 100}, {3, 100}};
+            request.sampling.frequency_penalty = 2;
+        }
+        if (id == 4) request.sampling.repetition_penalty = 1.2, request.sampling.frequency_penalty = 0.5;
         e.engine.add(request);
     }
     while (e.engine.step()) {

@@ -151,12 +151,13 @@ TEST_CASE("answers are the same with steps that are launched as graphs", "[infer
     for (const Case& c : {Case{small_gpt2(), DType::f32, {}}, Case{small_qwen3(), DType::bf16, {}},
                           Case{small_mla(16), DType::f32, {}}, Case{small_llama(), DType::bf16, DType::e4m3}}) {
         const ModelWithMemory m(c.config, c.config.T_max, c.dtype);
-        EngineOptions roomy, tight;
-        roomy.scheduler.max_sequences = 8;
-        roomy.cache_dtype = tight.cache_dtype = c.cache_dtype;
+        EngineOptions roomy, tight, narrow;  // narrow: rows of prompts are alone, and rows are added beyond step_tokens
+        roomy.scheduler.max_sequences = narrow.scheduler.max_sequences = 8;
+        roomy.cache_dtype = tight.cache_dtype = narrow.cache_dtype = c.cache_dtype;
         tight.cache = {.page_size = 3, .n_pages = 44};
         tight.scheduler.max_sequences = 5, tight.scheduler.step_tokens = 5;
-        for (EngineOptions options : {roomy, tight}) {
+        narrow.scheduler.step_tokens = 3;
+        for (EngineOptions options : {roomy, tight, narrow}) {
             std::map<bool, std::map<std::array<int64_t, 2>, std::vector<float>>> logprobs;
             std::map<bool, std::map<std::array<int64_t, 2>, std::vector<int32_t>>> answers;
             for (const bool graphs : {false, true}) {
@@ -167,7 +168,16 @@ TEST_CASE("answers are the same with steps that are launched as graphs", "[infer
                     logprobs[graphs][{request.id, static_cast<int64_t>(sequence.sample)}].push_back(token.logprob);
                     return keep(request, sequence, token);
                 };
-                answers[graphs] = sampled_answers(e, c.config.V, -1, 0);
+                sampled_answers(e, c.config.V, -1, 0);
+                for (const int64_t n : {1, 2}) {  // then the first tokens of two answers are drawn from one row
+                    Request request;
+                    request.id = 5 + n, request.prompt = {1}, request.max_tokens = 4, request.n = n;
+                    request.sampling.logprobs = 0;
+                    e.engine.add(request);
+                    while (e.engine.step()) {
+                    }
+                }
+                answers[graphs] = e.answers;
                 const StepGraphs& its = e.engine.graphs();
                 INFO(its.n_launches() << " graphs in " << e.engine.n_steps() << " steps");
                 CHECK((its.n_launches() > (graphs ? e.engine.n_steps() / 3 : 0)) == graphs);
