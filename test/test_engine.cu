@@ -3,6 +3,8 @@
 #include "program.h"
 #include "training/training.h"
 
+#include <limits>
+
 TEST_CASE("greedy answers are those of transformers' generate", "[inference][engine]") {
     const auto golden = parsed_json(read_text_file("test/golden/generate/greedy.json"));
     for (const std::string& name : golden.getMemberNames()) {
@@ -225,6 +227,8 @@ TEST_CASE("an answer ends at a stop token, at its length, or when it is cancelle
     EngineOptions options;
     options.scheduler.max_sequences = 4;
     EngineWithMemory e(m.model, options);
+    e.engine.start_reports(true);
+    int64_t n_runs = 0;
     std::vector<int32_t> tokens;
     std::string reason;
     e.engine.token_ready = [&](Request&, Sequence&, const Sampled& token) {
@@ -235,7 +239,7 @@ TEST_CASE("an answer ends at a stop token, at its length, or when it is cancelle
     const auto run = [&](int64_t max_tokens, const std::vector<int32_t>& stop_tokens, int n_steps) {
         tokens.clear(), reason.clear();
         auto request = std::make_unique<Request>();
-        request->prompt = random_tokens(5, config.V, 1);
+        request->id = n_runs++, request->prompt = random_tokens(5, config.V, 1);
         request->max_tokens = max_tokens, request->stop_tokens = stop_tokens;
         request->sampling.seed = 3;
         e.engine.add(*request);
@@ -260,6 +264,60 @@ TEST_CASE("an answer ends at a stop token, at its length, or when it is cancelle
     CHECK_FALSE(e.engine.step());
     CHECK(reason.empty());
     CHECK(tokens.size() == 4);
+    // The reports count an answer when it ends, with the token that ended it; then it is no longer there.
+    CacheReport expected(e.engine.options().cache, config.T_max);
+    const CacheReport none = expected;
+    for (const int64_t drawn : {int64_t{12}, static_cast<int64_t>(first) + 1, config.T_max - 5})
+        expected.finished(5, drawn);
+    CHECK(e.engine.cache_report().contiguous().tokens == expected.contiguous().tokens);
+    CHECK(e.engine.timeline().text().find('-') == std::string::npos);
+    e.engine.start_reports(false);
+    CHECK(e.engine.cache_report().text() == none.text());
+}
+
+TEST_CASE("a cache of one row has room for two tokens, and no look-up is longer than a sequence",
+          "[inference][engine]") {
+    const Config config = small_gpt2();
+    const ModelWithMemory m(config, config.T_max);
+    EngineOptions options;
+    options.cache = {.page_size = 1, .n_pages = 1};
+    options.lookup = std::numeric_limits<int64_t>::max();
+    EngineWithMemory e(m.model, options);
+    CHECK(e.engine.options().scheduler.max_length == 2);
+    CHECK(e.engine.options().lookup == config.T_max);
+    Request request;
+    request.prompt = {1}, request.max_tokens = 1;
+    e.engine.add(request);
+    while (e.engine.step()) {
+    }
+    CHECK(e.answers.size() == 1);
+}
+
+// A sequence may lie in memory where one lay that has ended.
+TEST_CASE("what is looked up for an answer is its own text", "[inference][engine]") {
+    const Config config = small_llama();
+    const ModelWithMemory m(config, config.T_max);
+    EngineOptions options;
+    options.lookup = 4;
+    const auto answer = [&](EngineWithMemory& e, int32_t token, int n_steps) {
+        const int64_t before = e.engine.speculation().proposed;
+        Request request;
+        request.prompt = {token, token + 1, token, token + 1}, request.max_tokens = 30;
+        request.sampling.logit_bias = {{token, 100}, {token + 1, 100}};
+        e.engine.add(request);
+        for (int i = 0; i < n_steps && e.engine.step(); ++i) {
+        }
+        if (n_steps < 4) e.engine.cancel(request);
+        return e.engine.speculation().proposed - before;
+    };
+    EngineWithMemory alone(m.model, options);
+    const int64_t proposed = answer(alone, 10, 1000);
+    CHECK(proposed > 0);
+    for (const int n_steps : {3, 1000}) {
+        EngineWithMemory e(m.model, options);
+        answer(e, 20, n_steps);
+        CHECK(answer(e, 10, 1000) == proposed);
+    }
 }
 
 TEST_CASE("a sample of a training run may be longer than its sequences", "[inference][engine]") {
@@ -312,6 +370,11 @@ TEST_CASE("beam search finds the answers of transformers' beam search", "[infere
             while (e.engine.step()) {
             }
             INFO(name << ", " << e.engine.scheduler().n_preemptions() << " preemptions");
+            // A request that lies in memory where one lay that has ended has a search of its own.
+            found[0].clear(), requests[0].sequences.clear();
+            e.engine.add(requests[0]);
+            while (e.engine.step()) {
+            }
             CHECK(e.engine.cache().use().owned_pages == 0);
             for (Json::ArrayIndex i = 0; i < requests.size(); ++i) {
                 const auto& wanted = of_model["cases"][i]["answers"];
