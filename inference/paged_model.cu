@@ -124,7 +124,6 @@ void PagedModel::repeat_last_row(StepSizes& sizes) {
     repeat(tables_.logit_rows, sizes.logits, 1);
     const auto row = static_cast<int32_t>(sizes.tokens++);
     tables_.chunks.ptr<int32_t>()[4 * row] = row;
-    tables_.logit_rows.ptr<int32_t>()[row] = row;
 }
 
 // The first rows of the tables, as the step's activations have them.

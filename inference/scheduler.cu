@@ -107,7 +107,7 @@ void Scheduler::add(Request& r) {
     // prompt ends.
     const int64_t page_size = cache_.sizes().page_size;
     const int64_t pages = ceil_div(prompt_n(r) + r.max_tokens - 1, page_size), shared = prompt_n(r) / page_size;
-    const int64_t needed = r.n == 1 ? pages : shared + r.n * (pages - shared);
+    const int64_t needed = shared + r.n * (pages - shared);
     check(needed <= cache_.sizes().n_pages, r.n, " answers to ", prompt_n(r), " tokens, of up to ", r.max_tokens,
           " each, need ", needed, " pages of the cache, which has ", cache_.sizes().n_pages,
           "; ask for less, or give the cache more memory");
