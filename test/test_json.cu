@@ -35,6 +35,7 @@ TEST_CASE("what is no JSON is refused in one line that says where") {
         {"[\"\\u12g4\"]", "not valid JSON"},
         {"[\"\\ud83d\"]", "the first half of a surrogate pair"},
         {"[\"\\ud83d\\u0041\"]", "the first half of a surrogate pair"},
+        {"[\"\\ud83d\\ue000\"]", "the first half of a surrogate pair"},
         {"[\"\\ude00\"]", "the second half of a surrogate pair"},
         {"[\"open", "not valid JSON"},
         {"[01]", "a number that is written wrong"},
@@ -62,8 +63,8 @@ TEST_CASE("what is no JSON is refused in one line that says where") {
 
 TEST_CASE("values are read as what they are, and nothing is converted") {
     const json read = parsed_json(R"({"largest": 18446744073709551615, "least": -9223372036854775808, "beyond":
-        18446744073709551616, "point": 5.0, "half": 0.5, "text": "5", "nul": "a\u0000b", "none": null, "yes": true,
-        "list": [1, 2], "mixed": [1, "2"]})");
+        18446744073709551616, "point": 5.0, "minus": -5.0, "far": 3e9, "half": 0.5, "text": "5", "nul": "a\u0000b",
+        "none": null, "yes": true, "list": [1, 2], "mixed": [1, "2"]})");
     CHECK(as<uint64_t>(read["largest"]) == UINT64_MAX);
     CHECK(as<int64_t>(read["least"]) == INT64_MIN);
     CHECK(as<double>(read["beyond"]) == 0x1p64);
@@ -83,9 +84,9 @@ TEST_CASE("values are read as what they are, and nothing is converted") {
     std::string text = "7";
     bool truth = false;
     std::vector<int32_t> list;
-    for (const char* key : {"largest", "beyond", "half", "text", "none", "yes", "list", "missing"})
+    for (const char* key : {"largest", "beyond", "far", "half", "text", "none", "yes", "list", "missing"})
         CHECK_FALSE(read_value(member(read, key), whole));
-    for (const char* key : {"least", "half", "text", "none", "yes"}) CHECK_FALSE(read_value(read[key], count));
+    for (const char* key : {"least", "minus", "half", "text", "none", "yes"}) CHECK_FALSE(read_value(read[key], count));
     CHECK_FALSE(read_value(read["least"], small));
     for (const char* key : {"text", "none", "yes", "list"}) CHECK_FALSE(read_value(read[key], number));
     for (const char* key : {"point", "none", "yes", "list"}) CHECK_FALSE(read_value(read[key], text));
