@@ -152,6 +152,13 @@ TEST_CASE("merges go by rank, then from left to right") {
     });
     CHECK(pairs->encode("aaab") == Ids{5, 3});
     CHECK(pairs->encode("aaaab") == Ids{5, 5, 1});
+
+    // When "ab" and then "xab" have been made, "x a" is no longer possible, though an "a" follows again.
+    auto remade = small_tokenizer([](json& f) {
+        f["model"]["vocab"] = parsed_json(R"({"a": 0, "b": 1, "x": 2, "ab": 3, "xab": 4, "xa": 5, "xaba": 6})");
+        f["model"]["merges"] = parsed_json(R"(["a b", "x ab", "x a", "xab a"])");
+    });
+    CHECK(remade->encode("xaba") == Ids{6});
 }
 
 TEST_CASE("a text to be found may have characters newer than those of PCRE2") {
@@ -203,6 +210,35 @@ TEST_CASE("added tokens: the longest first, and those of raw text before normali
     CHECK(one_line_with(error_of([&] { tokenizer->decode({-1}); }), "token id -1"));
 }
 
+TEST_CASE("added tokens for normalized text are normalized, too") {
+    const auto tokenizer = small_tokenizer([](json& f) {
+        f["normalizer"] = parsed_json(R"({"type": "Lowercase"})");
+        f["added_tokens"] = value(JsonText::array({added_token("BA", 10, true)}));
+    });
+    CHECK(tokenizer->encode("aBAa") == Ids{0, 10, 0});
+}
+
+// As Hugging Face's library has it, whose older versions wrote add_prefix_space.
+TEST_CASE("Metaspace puts a mark before a text, and splits it, unless it is told otherwise") {
+    const auto with = [](const char* options) {
+        return small_tokenizer([=](json& f) {
+            f["pre_tokenizer"] = f["decoder"] = parsed_json(options);
+            f["model"]["vocab"]["_"] = 5, f["model"]["vocab"]["a_"] = 6;
+            f["model"]["merges"].append("a _");
+            f["added_tokens"] = value(JsonText::array({added_token("<n>", 10, true)}));
+        });
+    };
+    const auto first = with(R"({"type": "Metaspace", "replacement": "_", "prepend_scheme": "first"})");
+    CHECK(first->encode("a b") == Ids{5, 0, 5, 1});
+    CHECK(first->encode("<n>a") == Ids{10, 0});
+    CHECK(first->decode({5, 0}) == "a");
+    const auto older = with(R"({"type": "Metaspace", "replacement": "_", "add_prefix_space": false})");
+    CHECK(older->encode("a b") == Ids{0, 5, 1});
+    CHECK(older->decode({5, 0}) == " a");
+    const auto whole = with(R"({"type": "Metaspace", "replacement": "_", "add_prefix_space": false, "split": false})");
+    CHECK(whole->encode("a b") == Ids{6, 1});
+}
+
 TEST_CASE("add_prefix_space gives one to every text without") {
     auto tokenizer = small_tokenizer([](json& f) {
         f["pre_tokenizer"]["add_prefix_space"] = true;
@@ -249,6 +285,19 @@ TEST_CASE("one token a byte, as a tokenizer.json") {
     other = bytes;
     other["added_tokens"] = value(JsonText::array({JsonText{{"content", "ab"}, {"id", 256}}}));
     CHECK(parse_tokenizer(dumped(other), "t")->encode("ab") == std::vector<int32_t>{256});
+    const auto name_with = [&](auto&& change) {
+        json its = bytes;
+        change(its);
+        return parse_tokenizer(dumped(its), "t")->name();
+    };
+    CHECK(name_with([](json& f) { f["pre_tokenizer"]["add_prefix_space"] = true; }) == "t");
+    CHECK(name_with([](json& f) { f["normalizer"] = parsed_json(R"({"type": "Lowercase"})"); }) == "t");
+    const auto add_a = [](json& f) { f["added_tokens"] = value(JsonText::array({added_token("a", 97, false)})); };
+    CHECK(name_with(add_a) == "t");
+    CHECK(name_with([](json& f) {
+              f["post_processor"] = parsed_json(R"({"type": "TemplateProcessing", "single": [{"Sequence": {}},
+                  {"SpecialToken": {"id": "x"}}], "special_tokens": {"x": {"ids": [10]}}})");
+          }) == "t");
 }
 
 TEST_CASE("characters: bytes or the unknown token for those that the vocabulary lacks") {
@@ -274,6 +323,7 @@ TEST_CASE("characters: bytes or the unknown token for those that the vocabulary 
     CHECK(with("unk_token", "?")->encode("a!!\u00e9b") == Ids{0, 8, 8, 8, 1});
     CHECK(with("unk_token", "?", "fuse_unk", true)->encode("a!!\u00e9b!") == Ids{0, 8, 1, 8});
     CHECK(with("unk_token", "?", "byte_fallback", true)->encode("!\u00e8b") == Ids{5, 8, 1});
+    CHECK(with("unk_token", "?", "byte_fallback", true)->encode("\u00e8!b") == Ids{5, 8, 1});  // as tokenizers has it
 }
 
 // The step of Hugging Face's library knows the punctuation of Unicode 8, whatever its patterns know. Here U+061D is of
@@ -351,6 +401,7 @@ TEST_CASE("tokenizer files that cannot work are refused in one line") {
     CHECK(
         one_line_with(refusal([](json& f) { f["model"]["end_of_word_suffix"] = "</w>"; }), "end_of_word_suffix", ours));
     CHECK(one_line_with(refusal([](json& f) { f["model"]["dropout"] = 0.1; }), "dropout", ours));
+    CHECK(refusal([](json& f) { f["model"]["dropout"] = 0.0; }) == "");
     CHECK(one_line_with(refusal([](json& f) { f.removeMember("model"); }), "model", "none", ours));
     CHECK(one_line_with(refusal([](json& f) { f["model"].removeMember("vocab"); }), "vocab", ours));
     CHECK(one_line_with(refusal([](json& f) { f["model"].removeMember("merges"); }), "merges", ours));
@@ -372,6 +423,12 @@ TEST_CASE("tokenizer files that cannot work are refused in one line") {
     CHECK(one_line_with(component("decoder", R"({"type": "Sequence", "decoders": [{"type": "ByteLevel"},
         {"type": "ByteFallback"}]})"),
                         "ByteLevel is not the only one", ours));
+    CHECK(one_line_with(component("decoder", R"({"type": "Sequence", "decoders": [{"type": "ByteLevel"},
+        {"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]})"),
+                        "ByteLevel is not the only one", ours));
+    CHECK(one_line_with(component("decoder", R"({"type": "Sequence", "decoders": [{"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 1}, {"type": "Strip", "content": "_", "start": 1}]})"),
+                        "strips the end", ours));
     CHECK(one_line_with(component("decoder", R"({"type": "Sequence", "decoders": [{"type": "Fuse"},
         {"type": "ByteFallback"}]})"),
                         "\"ByteFallback\" follows Fuse", ours));

@@ -75,6 +75,15 @@ TEST_CASE("a byte that is not UTF-8 is one control character to patterns") {
     CHECK(words_of({split(Regex("\\p{Cc}", "t"), SplitBehavior::isolated)}, "\xE2\x82") == Words{"\xE2", "\x82"});
 }
 
+TEST_CASE("what a quantifier repeats, and where a class ends, is as in Oniguruma") {
+    const auto replaced = [](const char* pattern, const char* text) {
+        return Regex(pattern, "t").replace_all(text, "-");
+    };
+    CHECK(replaced("(ab){2}+", "ababab") == "-ab");
+    CHECK(replaced("a{{2}+", "a{{{{{") == "-{");
+    CHECK(replaced("[]\\w]", "a]!") == "--!");
+}
+
 TEST_CASE("patterns that cannot be used are refused in one line") {
     auto refusal = [](const char* pattern) { return error_of([&] { Regex(pattern, "tokenizer.json"); }); };
     CHECK(refusal("a|b") == "");
@@ -123,6 +132,7 @@ TEST_CASE("normal forms, lower case and stripping as Hugging Face's") {
     CHECK(normal_form(true, false)("e\u0301\xFF\u0301\xE2\x82") == "\u00e9\xFF\u0301\xE2\x82");
     CHECK(lowercase()("A\xFF\xC3Z") == "a\xFF\xC3z");
     CHECK(strip(true, true)(" \xFF ") == "\xFF");
+    CHECK(strip(true, true)("\u0085\u200a x\u2029\u205f") == "x");
     CHECK(normalize({prepend("x"), replace(Regex::literal("."), "!")}, "a.b") == "xa!b");
     CHECK(prepend("x")("") == "");
 }
@@ -140,6 +150,12 @@ TEST_CASE("spaces are marked, and a mark put before the first piece or all") {
     CHECK(words(PrependScheme::first, true, "a") == "_a");
     CHECK(words(PrependScheme::first, false, "a") == "a");
     CHECK(words(PrependScheme::never, true, "a b") == "a_b");
+    ChangedTexts changed;  // of the parts of a text only the first begins it
+    const PreTokenizer isolate = split(Regex::literal("b"), SplitBehavior::isolated);
+    const auto parts = pre_tokenize({isolate, mark_spaces("_", PrependScheme::first)}, {"ab", true}, changed);
+    REQUIRE(parts.size() == 2);
+    CHECK(parts[0].text == "_a");
+    CHECK(parts[1].text == "b");
 }
 
 // Each text of random letters is merged whole and cut: the same tokens.
@@ -191,5 +207,13 @@ TEST_CASE("added tokens are found as by trying each") {
             got.emplace_back(std::string(found), token != nullptr ? token->id : -1);
         });
         CHECK(got == expected);
+    }
+    // A token that must stand alone: behind a letter and a symbol of four bytes, and where another one overlaps it.
+    const AddedTokens alone({{.text = "a a", .single_word = true}});
+    for (const auto& [text, n] : {std::pair("\U0001D400a a", 0), {"\U0001F600a a", 1}, {"ba a a", 0}}) {
+        int n_found = 0;
+        alone.split(text, [&](std::string_view, const AddedToken* token) { n_found += token != nullptr; });
+        INFO(text);
+        CHECK(n_found == n);
     }
 }
