@@ -24,7 +24,7 @@ size_t incomplete_bytes(std::string_view text) {
     for (size_t n = 1; n <= std::min<size_t>(3, text.size()); ++n) {
         const std::string_view end = text.substr(text.size() - n);
         if ((static_cast<unsigned char>(end[0]) & 0xC0) == 0x80) continue;  // a character begins further left
-        for (const char* second : {"\x80", "\x90", "\xA0"})
+        for (const char* second : {"\x80", "\xA0"})
             if (utf8_char_at(concat(end, n == 1 ? second : "", "\x80\x80"), 0).bytes > n) return n;
         return 0;
     }

@@ -352,8 +352,7 @@ void Reader::read_added_tokens() {
         token.id = put(token.text, member(entry, "id"));
         const bool is_normalized = flag(entry, "normalized");
         if (is_normalized) token.text = normalize(parts_.normalizers, token.text);
-        if (decodes_bytes_) parts_.text_of_id[token.id] = token.text;
-        else set_text(token.id, token.text);
+        set_text(token.id, token.text);
         parts_.is_special[token.id] = flag(entry, "special");
         if (!token.text.empty()) (is_normalized ? normalized : raw).push_back(std::move(token));
     }
