@@ -153,6 +153,8 @@ TEST_CASE("malformed files: one line that names the file and what is wrong") {
         {file_of(R"({"a":1e999})", ""), "number out of range"},
         {file_of(R"({"__metadata__":[]})", ""), "__metadata__ is not an object"},
         {file_of(R"({"__metadata__":{"k":1}})", ""), "__metadata__ of \"k\" is not a string"},
+        {file_of(R"({"__metadata__":{"checksum t":"12 "},"t":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}})", ""),
+         "is not the checksum of a tensor"},
         {file_of(R"({"t":1})", ""), "\"t\": its entry is not an object"},
         {file_of(R"({"t":{"shape":[1],"data_offsets":[0,4]}})", four), "no \"dtype\""},
         {file_of(R"({"t":{"dtype":"F32","data_offsets":[0,4]}})", four), "no \"shape\""},
@@ -236,6 +238,7 @@ TEST_CASE("folders: one file, shards with an index, and what can be wrong with t
         {"[]", "is not an object"},
         {R"({"a":1})", "not a file name"},
         {R"({"a":"../x"})", "not a plain file name"},
+        {R"({"a":".."})", "not a plain file name"},
         {R"({"a":"/etc/passwd"})", "not a plain file name"},
         {R"({"a":""})", "not a plain file name"},
         {R"({"a":"m\u0000"})", "not a plain file name"},
@@ -280,7 +283,9 @@ TEST_CASE("writing: impossible tensors and full disks leave nothing behind") {
     CHECK(one_line_with(error({to_store("a", "f32", {1}, "")}), "unknown dtype \"f32\""));
     CHECK(one_line_with(error({to_store("a", "F32", {-1}, "")}), "impossible shape [-1]"));
     CHECK(one_line_with(error({to_store("a", "F32", {1ll << 40, 1ll << 40}, "")}), "impossible shape"));
+    CHECK(one_line_with(error({good, to_store("b", "U8", {INT64_MAX}, "")}), "impossible shape"));
     CHECK(one_line_with(error({to_store("a\xff", "U8", {1}, "x")}), "UTF-8"));
+    CHECK(one_line_with(error({good}, {{"\xff", "k"}}), "UTF-8"));
     CHECK(one_line_with(error({good}, {{"k", "\xff"}}), "UTF-8"));
     CHECK(one_line_with(error({good, {"b", "U8", {1}, [](void*) { fail("no device"); }}}), "no device"));
     CHECK(folder.listing().empty());
@@ -321,6 +326,8 @@ TEST_CASE("a flipped bit in any tensor is found, and the tensor is named", "[saf
         spit(path, broken);
         CHECK(one_line_with(error_of([&] { SafetensorsReader(path).verify(); }), path,
                             "\"" + tensors[i] + "\" is broken"));
+        CHECK(error_of([&] { SafetensorsReader(path).verify(i < 3 ? "second" : "first"); }) == "");
+        CHECK(one_line_with(error_of([&] { SafetensorsReader(path).verify(tensors[i]); }), path, "is broken"));
     }
     // A broken checksum is a broken file as well.
     std::string broken = whole;
