@@ -94,8 +94,12 @@ TEST_CASE("AtomicFile keeps the order of small and large writes") {
         file.write(part);
         expected += part;
     }
+    file.overwrite(1, "AB");
+    expected.replace(1, 2, "AB");
+    CHECK_THROWS_AS(file.overwrite(expected.size() - 1, "AB"), Error);
+    file.write("z");
     file.commit();
-    CHECK(slurp(folder / "file") == expected);
+    CHECK(slurp(folder / "file") == expected + "z");
 }
 
 TEST_CASE("AtomicFile: what a killed run left is overwritten, but never a link followed") {
@@ -137,6 +141,10 @@ TEST_CASE("AtomicFile whose folder is gone at commit() says what to do") {
     file.write("text");
     std::filesystem::remove_all(folder / "gone");
     CHECK(one_line_with(error_of([&] { file.commit(); }), folder / "gone/file", "No such file", "choose a folder"));
+    AtomicFile other(folder / "other");
+    make_folder(folder / "other");  // meanwhile
+    CHECK(one_line_with(error_of([&] { other.commit(); }), "in the place of " + (folder / "other")));
+    CHECK_FALSE(is_there(folder / "other.tmp"));
 }
 
 TEST_CASE("a full disk: an error with path, bytes and advice; the old file stays and no rest of the new one") {
@@ -267,6 +275,26 @@ TEST_CASE("a new checkpoint removes older ones, and no copy that somebody keeps 
     CHECK(find_checkpoints(folder.path) == std::vector{checkpoints + "/step-00000004", checkpoints + "/step-00000003"});
     CHECK(is_there(checkpoints + "/step-00000002-good"));
     CHECK(is_there(checkpoints + "/step-before"));
+    // A run that begins again: what came later goes, as does what a killed run left; the best one stays beside those
+    // that are kept. Neither a file nor a name without a number is a checkpoint.
+    spit(checkpoints + "/step-9", ""), make_folder(checkpoints + "/step-"), make_folder(checkpoints + "/step-7.tmp");
+    const auto found = [&] {
+        std::string steps;
+        for (const std::string& path : find_checkpoints(folder.path)) steps += path.back();
+        return steps;
+    };
+    CheckpointWriter(folder.path, 1).commit(0);
+    CHECK(found() == "1");
+    CheckpointWriter(folder.path, 2).commit(0);
+    CheckpointWriter(folder.path, 3).commit(2, 2);
+    CHECK(found() == "321");
+    CheckpointWriter(folder.path, 4).commit(1, 2);
+    CHECK(found() == "42");
+    CHECK(is_there(checkpoints + "/step-9"));
+    CHECK(is_there(checkpoints + "/step-"));
+    CHECK_FALSE(is_there(checkpoints + "/step-7.tmp"));
+    CheckpointWriter(folder.path, 5);  // not committed
+    CHECK_FALSE(is_there(checkpoints + "/step-00000005.tmp"));
 }
 
 TEST_CASE("from step 100 million on checkpoints are in the order of their steps, too") {
@@ -388,6 +416,7 @@ TEST_CASE("text files are read whole, also from a pipe") {
     REQUIRE(::write(ends[1], "piped", 5) == 5);
     ::close(ends[1]);
     CHECK(read_text_file(concat("/dev/fd/", ends[0])) == "piped");
+    CHECK(one_line_with(error_of([] { read_text_file("/proc/self/mem"); }), "cannot read /proc/self/mem"));
     ::close(ends[0]);
 }
 
