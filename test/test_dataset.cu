@@ -123,6 +123,15 @@ TEST_CASE("the checksum of a text tells where its files, which are documents, be
     CHECK(checksum_of({"a\n", "b\n", "c\n"}) == checksum_of({"a\n", "b\n", "c\n"}));
     CHECK(checksum_of({"a\n", "b\n", "c\n"}) != checksum_of({"a\n", "b\nc\n"}));
     CHECK(checksum_of({"a\nb\n", "c\n"}) != checksum_of({"a\n", "b\nc\n"}));
+    // Of a part the files that begin in it count, by their places in it.
+    const auto checksum_of_half = [&](const std::vector<std::string>& texts, bool first) {
+        checksum_of(texts);
+        const auto [front, back] = open(folder / "texts").split(0.5);
+        return (first ? front : back).summary().checksum;
+    };
+    CHECK(checksum_of_half({"ab\n", "cd\n", "d\n", "efg\n"}, true) ==
+          checksum_of_half({"ab\n", "cd\n", "d\nefg\n"}, true));
+    CHECK(checksum_of_half({"ab\n", "d\n", "e\n"}, false) == checksum_of_half({"abc\n", "d\n", "e\n"}, false));
 }
 
 TEST_CASE("a large file, tokenized in chunks, gives the tokens of the whole") {
@@ -200,7 +209,7 @@ TEST_CASE("shards named val are held out") {
     TempFolder folder;
     spit(folder / "fw_train_000001.bin", shard_bytes(std::vector<uint16_t>{1}));
     spit(folder / "fw_train_000002.bin", shard_bytes(std::vector<uint16_t>{2}));
-    spit(folder / "fw_val_000000.bin", shard_bytes(std::vector<uint16_t>{9}));
+    spit(folder / "fw-val-000000.bin", shard_bytes(std::vector<uint16_t>{9}));
     spit(folder / "fw_medieval.bin", shard_bytes(std::vector<uint16_t>{0}));  // no word of it is "val"
     using Tokens = std::vector<int32_t>;
     auto bytes = make_byte_tokenizer();
@@ -208,7 +217,7 @@ TEST_CASE("shards named val are held out") {
     CHECK(all_tokens(open(folder.path)) == Tokens{0, 1, 2});
     CHECK(all_tokens(open(folder.path, true)) == Tokens{9});
     CHECK(all_tokens(open(folder / "*_train_*.bin")) == Tokens{1, 2});
-    CHECK(all_tokens(open(folder / "*_val_*.bin")) == Tokens{9});  // nothing but val: all of it is meant
+    CHECK(all_tokens(open(folder / "*-val-*.bin")) == Tokens{9});  // nothing but val: all of it is meant
 
     auto by_name = open_train_and_val(folder.path, "", *bytes, 0.5);
     CHECK(all_tokens(by_name.first) == Tokens{0, 1, 2});
@@ -364,8 +373,15 @@ TEST_CASE("documents of shards begin with llm.c's document token, those of text 
     CHECK(narrow.document_starts(11, 0) == Starts{});
     CHECK(narrow.split(0.3).second.document_starts(0, 3) == Starts{0, 2});  // tokens 8 to 10
     CHECK(one_line_with(error_of([&] { narrow.document_starts(9, 3); }), "tokens 9 to 12 asked of 11"));
+    CHECK(narrow.describe(7, 1) == "tokens 0 to 0 of " + (folder / "narrow/b.bin"));  // its document begins in a.bin
+    CHECK(one_line_with(narrow.describe(9, 2), "tokens 2 to 3 of ", "the document that begins at its token 1"));
+    std::vector<uint16_t> one_long(9000);
+    one_long[3000] = 50256;
+    spit(folder / "long.bin", shard_bytes(one_long));
+    CHECK(one_line_with(open(folder / "long.bin").describe(8999, 1), "the document that begins at its token 3000"));
     spit(folder / "wide.bin", shard_bytes(std::vector<uint32_t>{128000, 50256, 128000}));
     CHECK(starts(open(folder / "wide.bin")) == Starts{0, 2});
+    CHECK(starts(TokenSource::open(folder / "wide.bin", *make_byte_tokenizer(), false, 50256)) == Starts{1});
 
     fs::create_directories(folder / "text");
     spit(folder / "text/a", "ab");  // and a newline that is put between the files: it is the end of this one
@@ -478,6 +494,7 @@ TEST_CASE("paths with weights become shares") {
     CHECK(shares("a:1,b:1,c:1") == "a 334 b 333 c 333 ");
     CHECK(shares("a:2e3,b:2") == "a 999 b 1 ");
     CHECK(shares("a,b") == "a,b 1000 ");  // no weight anywhere: a name
+    CHECK(one_line_with(error_of([] { parse_mixed_paths("/dev,/proc"); }), "each of several sources needs a weight"));
     TempFolder folder;
     spit(folder / "a:1", "text");  // a file of this name exists
     CHECK(shares(folder / "a:1") == (folder / "a:1") + " 1000 ");
