@@ -125,6 +125,11 @@ std::vector<std::vector<float>> updated(const std::string& optimizer_name, int n
             grads.set(flat(static_cast<uint64_t>(t)));
             optimizer->step({.values = values, .stochastic = stochastic, .seed = 5}, grads, norm_scale, 1e-2, t,
                             stream);
+            if (t != 2 || optimizer->sums().empty()) continue;
+            // Some gradient is NaN: nothing changes, neither what a rank has nor what it has of the whole.
+            Buffer overflowed(DType::f32, {2}, {INFINITY, NAN});
+            optimizer->step({.values = values, .stochastic = stochastic, .seed = 5}, grads, overflowed, 1e-2, t + 1,
+                            stream);
         }
         cudaCheck(cudaStreamSynchronize(stream));
         const std::lock_guard lock(mutex);
@@ -175,8 +180,9 @@ TEST_CASE("stochastic rounding of divided parameters draws the whole ones' rando
         }
         CHECK((updated(name, 1, DType::bf16, false) != one));  // it was stochastic
     }
-    // What they round differs in the last bits of float32: few elements go to the other side.
-    for (const std::string name : {"adafactor", "muon"}) {
+    // What they round differs in the last bits of float32: few elements go to the other side. With adam8bit it differs
+    // by the errors of its codes: 11 to 13 % of the elements were seen to, and 55 to 63 % with other random numbers.
+    for (const std::string name : {"adafactor", "muon", "adam8bit"}) {
         const std::vector<std::vector<float>> one = updated(name, 1, DType::bf16, true);
         for (const int n : {2, 6}) {
             const std::vector<std::vector<float>> many = updated(name, n, DType::bf16, true);
@@ -184,7 +190,7 @@ TEST_CASE("stochastic rounding of divided parameters draws the whole ones' rando
             for (size_t i = 0; i < one.size(); ++i)
                 for (size_t k = 0; k < one[i].size(); ++k, ++all) different += many[i][k] != one[i][k];
             INFO(name << ", " << n << " ranks: " << different << " of " << all);
-            CHECK(different <= all / 1000);
+            CHECK(different <= all / (name == "adam8bit" ? 5 : 1000));
         }
     }
 }
