@@ -213,7 +213,7 @@ Values random_inputs(const Case& c, DType dtype, uint64_t seed, double size = 1.
 
 double worst(const std::vector<double>& a, const std::vector<double>& b) {
     double most = 0;
-    for (size_t i = 0; i < a.size(); ++i) most = std::max(most, std::abs(a[i] - b[i]));
+    for (size_t i = 0; i < a.size(); ++i) most = larger(most, std::abs(a[i] - b[i]));
     return most;
 }
 

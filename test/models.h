@@ -104,10 +104,7 @@ inline double model_error(DType dtype) { return 4 * std::sqrt(30.0) * unit_round
 inline double largest_difference(const std::vector<float>& a, const std::vector<float>& b) {
     REQUIRE(a.size() == b.size());
     double worst = 0;
-    for (size_t i = 0; i < a.size(); ++i) {
-        const double difference = std::abs(static_cast<double>(a[i]) - b[i]);
-        if (!(difference <= worst)) worst = difference;
-    }
+    for (size_t i = 0; i < a.size(); ++i) worst = larger(worst, std::abs(static_cast<double>(a[i]) - b[i]));
     return worst;
 }
 inline double largest(const std::vector<float>& a) {

@@ -36,6 +36,8 @@ double unit_roundoff(DType dtype);
 // addition rounds by at most 2^-24 of the sum; n roundings of random sign add up to sqrt(n) of that. Twice that, and 8
 // for the handful of operations around the sum.
 inline double sum_error(int64_t n) { return (8 + 2 * std::sqrt(static_cast<double>(n))) * 0x1p-24; }
+// The larger of the two, and NaN if one of them is, which std::max forgets: for the largest of many errors.
+inline double larger(double a, double b) { return a >= b || std::isnan(a) ? a : b; }
 // max |x|: absolute tolerances are multiples of it.
 double largest(const std::vector<double>& values);
 inline const DType kFloatDTypes[] = {DType::f32, DType::bf16, DType::f16};

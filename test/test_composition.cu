@@ -266,7 +266,7 @@ void check_quarter(size_t quarter) {
         REQUIRE(found.size() == expected.size());
         double difference = 0;
         for (size_t i = 0; i < found.size(); ++i)
-            difference = std::max(difference, std::abs(*found[i].loss / *expected[i].loss - 1));
+            difference = larger(difference, std::abs(*found[i].loss / *expected[i].loss - 1));
         CHECK(difference <= tolerance_of(rows[r]));
         std::filesystem::remove_all(folder / concat("ranks", r));
     }

@@ -314,12 +314,12 @@ TEST_CASE("compressors against a plain model, to the byte, and nothing is lost",
                     const double off = std::abs(results[0][i] - want[i]) / scale;
                     const bool step_off = kind == Compression::fp8 && off > tolerance && off <= 0.125;
                     if (step_off) ++n_steps_off;
-                    else worst = std::max(worst, off);
+                    else worst = larger(worst, off);
                     all_results[i] += results[0][i];
                 }
             }
         for (size_t i = 0; i < n; ++i)
-            if (!inside[i]) outside = std::max(outside, std::abs(static_cast<double>(results[0][i])));
+            if (!inside[i]) outside = larger(outside, std::abs(static_cast<double>(results[0][i])));
         CAPTURE(step);
         CHECK(worst <= tolerance);
         CHECK(n_steps_off <= 3);
@@ -350,7 +350,7 @@ TEST_CASE("compressors against a plain model, to the byte, and nothing is lost",
     for (const auto& unit : toy_pieces())
         for (const Piece& piece : unit)
             for (size_t i = static_cast<size_t>(piece.offset); i < static_cast<size_t>(piece.offset + piece.n()); ++i)
-                worst = std::max(worst, std::abs(all_results[i] + kept[i] - all_grads[i]) / size_of(all_grads, piece));
+                worst = larger(worst, std::abs(all_results[i] + kept[i] - all_grads[i]) / size_of(all_grads, piece));
     CHECK(worst <= 4.0 * n_steps * n_ranks * 0x1p-24 *
                        (kind == Compression::power_sgd ? static_cast<double>(options.rank) : 1.0));
 }
@@ -376,7 +376,7 @@ TEST_CASE("with error feedback the mean over many steps is the true sum, without
                         mean += step[0][static_cast<size_t>(i)] / static_cast<double>(t);
                     squares += (mean - sum) * (mean - sum), of_sum += sum * sum;
                 }
-                worst = std::max(worst, std::sqrt(squares / of_sum));
+                worst = larger(worst, std::sqrt(squares / of_sum));
             }
         return worst;
     };
@@ -403,9 +403,9 @@ TEST_CASE("powersgd: matrices of a lower rank, and gradients that are zero", "[c
     for (size_t step = 0; step < 4; ++step) {
         double worst = 0;
         for (int64_t i = 0; i < 37 * 65; ++i)
-            worst = std::max(worst, std::abs(run.results[step][0][static_cast<size_t>(i)] -
-                                             static_cast<double>(low(0, static_cast<int>(step), i) +
-                                                                 low(1, static_cast<int>(step), i))));
+            worst = larger(worst, std::abs(run.results[step][0][static_cast<size_t>(i)] -
+                                           static_cast<double>(low(0, static_cast<int>(step), i) +
+                                                               low(1, static_cast<int>(step), i))));
         CAPTURE(step);
         CHECK(worst <= 3 * 20 * 7 * sum_error(65) * 4);  // the largest number; four columns
     }
@@ -481,7 +481,7 @@ TEST_CASE("training with compressed gradients stays near, and goes on where it s
         CHECK(its[0] == none[0]);
         CHECK(its != none);
         double worst = 0;
-        for (size_t i = 0; i < its.size(); ++i) worst = std::max(worst, std::abs(its[i] - none[i]) / none[i]);
+        for (size_t i = 0; i < its.size(); ++i) worst = larger(worst, std::abs(its[i] - none[i]) / none[i]);
         CAPTURE(worst);
         CHECK(worst < distance);
         CHECK(its.back() < 0.65 * its.front());

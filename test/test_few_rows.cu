@@ -73,7 +73,7 @@ void check_product(const Tensor& out, const std::vector<double>& inp, const std:
             // 2^-14 * 2^-11: half a step among f16's subnormal numbers
             const double error = std::abs(got[static_cast<size_t>(n * O + o)] - x) /
                                  (epsilon * size + 1.001 * rounding + (out.dtype == DType::f16 ? 0x1p-25 : 0));
-            if (!(error <= worst)) worst = error;
+            worst = larger(worst, error);
         }
     CHECK(worst <= 1);
 }
@@ -350,7 +350,7 @@ TEST_CASE("few rows: codes are rounded to nearest, and the largest weight has th
                 const int64_t at = static_cast<int64_t>(i);
                 const double s = q.scale_of(at / C, at % C, C);
                 const double bound = is_int8(format) ? s / 2 : std::max(std::abs(x[i]) * 0x1p-4, s * 0x1p-10);
-                if (std::abs(values[i] - x[i]) > 0) worst = std::max(worst, std::abs(values[i] - x[i]) / bound);
+                if (values[i] != x[i]) worst = larger(worst, std::abs(values[i] - x[i]) / bound);
             }
             CHECK(worst <= 1 + 0x1p-16);
         }

@@ -337,7 +337,7 @@ void check_product(const Values& actual, const Product& exact, const Values& bef
         const double tolerance =
             sum_error * size + unit_roundoff(dtype) * rounded * 1.001 + (dtype == DType::f16 ? 0x1p-25 : 0);
         const double error = std::fabs(actual[i] - want) / tolerance;
-        if (!(error <= worst)) worst = error;
+        worst = larger(worst, error);
     }
     CHECK(worst <= 1);
 }
@@ -354,7 +354,7 @@ void check_quantised(const Values& actual, const Product& exact, const Values& b
     for (size_t i = 0; i < actual.size(); ++i) {
         const double error = actual[i] - exact.sum[i] - (before.empty() ? 0 : before[i]);
         const double rounding = unit_roundoff(dtype) * (std::fabs(actual[i]) + (dtype == DType::f16 ? 0x1p-14 : 0));
-        worst = std::max(worst, (std::fabs(error) - rounding) / (std::sqrt(2.0 / 3 * exact.squares[i]) * u));
+        worst = larger(worst, (std::fabs(error) - rounding) / (std::sqrt(2.0 / 3 * exact.squares[i]) * u));
         error_squares += error * error, squares += exact.squares[i];
     }
     CHECK(worst <= 6);

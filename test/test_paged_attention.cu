@@ -349,7 +349,7 @@ TEST_CASE("attention over e4m3 pages is as near as the codes allow", "[paged][co
                     const double bound = std::expm1(2 * shift) * (size + error) + error +
                                          (1e-5 + unit_roundoff(dtype)) * (size + error) * std::exp(2 * shift);
                     const double off = std::abs(actual[static_cast<size_t>((t * h.H + head) * h.D + d)] - exact);
-                    worst = std::max(worst, off / bound), largest_error = std::max(largest_error, off);
+                    worst = larger(worst, off / bound), largest_error = std::max(largest_error, off);
                 }
             }
         INFO(dtype_name(dtype) << ": " << worst << " of the bound");

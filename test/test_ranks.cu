@@ -51,8 +51,8 @@ double difference(const std::vector<LogRow>& a, const std::vector<LogRow>& b) {
     double largest = 0;
     for (size_t i = 0; i < a.size(); ++i) {
         REQUIRE(a[i].val_loss.has_value() == b[i].val_loss.has_value());
-        largest = std::max(largest, std::abs(*a[i].loss / *b[i].loss - 1));
-        if (a[i].val_loss) largest = std::max(largest, std::abs(*a[i].val_loss / *b[i].val_loss - 1));
+        largest = larger(largest, std::abs(*a[i].loss / *b[i].loss - 1));
+        if (a[i].val_loss) largest = larger(largest, std::abs(*a[i].val_loss / *b[i].val_loss - 1));
     }
     return largest;
 }
