@@ -280,17 +280,34 @@ TEST_CASE("embedding backward is the transpose of embedding forward", "[embeddin
     CHECK(forward == Approx(backward).margin(static_cast<double>(B * T * C) * 0x1p-22));
 }
 
-// Run by the next test in a process of its own, because a trap ends it.
+// Run by the next test but two in processes of their own, because a trap ends them.
 TEST_CASE("embedding of a token beyond the table", "[.][embedding_trap]") {
     Buffer tokens(DType::i32, {1, 3}), wte(DType::f32, {4, 8}, Values(32)), out(DType::f32, {1, 3, 8});
     tokens.set_integers({0, 4, 1});
     embedding_forward(out, tokens, {}, wte, {}, device().stream);
     out.values();
 }
-TEST_CASE("embedding stops at a token beyond the table", "[embedding][errors]") {
+TEST_CASE("embedding of a position beyond the table", "[.][embedding_trap_of_position]") {
+    Buffer tokens(DType::i32, {1, 3}), positions(DType::i32, {1, 3}), wte(DType::f32, {4, 8}, Values(32)),
+        wpe(DType::f32, {2, 8}, Values(16)), out(DType::f32, {1, 3, 8});
+    tokens.set_integers({0, 1, 3}), positions.set_integers({0, 2, 1});
+    embedding_forward(out, tokens, positions, wte, wpe, device().stream);
+    out.values();
+}
+TEST_CASE("embedding's gradient of a token beyond the table", "[.][embedding_trap_of_gradient]") {
+    Buffer tokens(DType::i32, {1, 3}), dwte(DType::f32, {4, 8}, Values(32)), dout(DType::f32, {1, 3, 8}, Values(24)),
+        scratch(DType::i32, {embedding_backward_scratch_n(3, 8)});
+    tokens.set_integers({0, 4, 1});
+    embedding_backward(dwte, {}, dout, tokens, {}, true, true, scratch, device().stream);
+    dwte.values();
+}
+TEST_CASE("embedding stops at a token or a position beyond the table", "[embedding][errors]") {
     char self[4096] = {};
     REQUIRE(readlink("/proc/self/exe", self, sizeof self - 1) > 0);
-    CHECK(std::system(concat("env -u LLM_TEST_LOG '", self, "' '[embedding_trap]' > /dev/null 2>&1").c_str()) != 0);
+    for (const char* trap : {"embedding_trap", "embedding_trap_of_position", "embedding_trap_of_gradient"}) {
+        INFO(trap);
+        CHECK(std::system(concat("env -u LLM_TEST_LOG '", self, "' '[", trap, "]' > /dev/null 2>&1").c_str()) != 0);
+    }
 }
 
 TEST_CASE("embedding says what is wrong with its arguments", "[embedding][errors]") {
