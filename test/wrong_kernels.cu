@@ -874,6 +874,41 @@ bool scale_overwritten(bool wrong) {
     return d.read()[143] == 128.0f;
 }
 
+struct Product {
+    float *c, *aux, *bias, *scalars;
+};
+// What a product touches beside its factors and D: C, AUX, a bias' gradient, alpha and beta. D is 1 times the
+// derivative of GELU at 0: a half. Beside it a memset of the n numbers at `touched`, or a copy of them.
+bool product_and(bool wrong, bool writes, float* Product::*touched, size_t n) {
+    Buffer zeros(std::vector<float>(64, 0.0f)), ones(std::vector<float>(64, 1.0f)), d(64);
+    Buffer aux(std::vector<float>(64, 0.0f)), bias(8), scalars(std::vector<float>{1.0f, 1.0f}), copied(64);
+    const Product product{ones.data, aux.data, bias.data, scalars.data};
+    cublasLtMatmulDescOpaque_t operation;
+    operation.epilogue = CUBLASLT_EPILOGUE_DGELU_BGRAD, operation.pointer_mode = CUBLASLT_POINTER_MODE_DEVICE;
+    operation.aux = product.aux, operation.aux_ld = 8, operation.bias = product.bias;
+    cublasLtMatrixLayoutOpaque_t layout{CUDA_R_32F, CUBLASLT_ORDER_COL, 8, 8, 8};
+    cublasLtHandle_t handle;
+    Streams s;
+    cublasLtCreate(&handle);
+    if (cublasLtMatmul(  // <- c_overwritten aux_overwritten scalars_overwritten gradient_too_early
+            handle, &operation, product.scalars, zeros.data, &layout, zeros.data, &layout, product.scalars + 1,
+            product.c, &layout, d.data, &layout, nullptr, nullptr, 0, s.first) != CUBLAS_STATUS_SUCCESS)
+        std::exit(3);
+    must(cudaEventRecord(s.event, s.first));
+    if (!wrong) must(cudaStreamWaitEvent(s.second, s.event));
+    // <- c_overwritten aux_overwritten scalars_overwritten
+    if (writes) must(cudaMemsetAsync(product.*touched, 0, n * sizeof(float), s.second));
+    // <- gradient_too_early
+    else must(cudaMemcpyAsync(copied.data, product.*touched, n * sizeof(float), cudaMemcpyDeviceToDevice, s.second));
+    must(cudaDeviceSynchronize());
+    cublasLtDestroy(handle);
+    return d.read()[63] == 0.5f && (writes || copied.read()[0] == 4.0f);
+}
+bool c_overwritten(bool wrong) { return product_and(wrong, true, &Product::c, 64); }
+bool aux_overwritten(bool wrong) { return product_and(wrong, true, &Product::aux, 64); }
+bool scalars_overwritten(bool wrong) { return product_and(wrong, true, &Product::scalars, 2); }
+bool gradient_too_early(bool wrong) { return product_and(wrong, false, &Product::bias, 8); }
+
 // 48 KiB less 64 bytes of the launch, and 128 bytes of its own.
 __global__ void two_kinds_of_shared_kernel(float* out) {
     extern __shared__ float asked_for[];
@@ -1052,6 +1087,8 @@ const Case cases[] = {
     CASE(misaligned_matrix_row), CASE(misaligned_load), CASE(misaligned_store), CASE(misaligned_bulk_copy),
     CASE(odd_bulk_copy), CASE(misaligned_tile), CASE(misaligned_mbarrier),
     CASE(more_threads_than_bounds), CASE(scale_overwritten), CASE(shared_memory_not_asked_for),
+    CASE(c_overwritten), CASE(aux_overwritten), CASE(scalars_overwritten),
+    CASE(gradient_too_early),
     CASE(ranks_of_other_counts), CASE(messages_of_other_sizes), CASE(buffers_that_overlap), CASE(group_that_overlaps),
     CASE(memory_of_another_rank), CASE(another_current_device), CASE(collective_not_waited_for),
     CASE(split_while_under_way), CASE(used_after_destruction),
