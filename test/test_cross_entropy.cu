@@ -192,15 +192,39 @@ TEST_CASE("cross_entropy with extreme logits", "[cross_entropy]") {
 
 TEST_CASE("cross_entropy: a target beyond the vocabulary and NaN logits give a NaN loss", "[cross_entropy]") {
     for (int64_t V : {10, 2000}) {
-        auto x = random_values(3 * V, 3);
-        x[static_cast<size_t>(2 * V + 7)] = NAN;
-        Buffer logits(DType::f32, {3, V}, x), targets(DType::i32, {3}), losses(DType::f32, {3});
+        const int64_t Vp = V + 5;  // the target beyond the vocabulary has a column, of the padding
+        auto x = random_values(3 * Vp, 3);
+        x[static_cast<size_t>(2 * Vp + 7)] = NAN;
+        Buffer logits(DType::f32, {3, Vp}, x), targets(DType::i32, {3}), losses(DType::f32, {3});
         targets.set_integers({static_cast<int>(V), 1, 1});
         cross_entropy_forward(losses, logits, targets, V, device().stream);
         const auto loss = losses.values();
         CHECK(std::isnan(loss[0]));
         CHECK(std::isfinite(loss[1]));
         CHECK(std::isnan(loss[2]));
+    }
+}
+
+TEST_CASE("add_losses sums in double, to what was there if asked, and infinity and NaN stay", "[cross_entropy]") {
+    const int64_t n = 1000;
+    Buffer sum(DType::f32, {2}, {1e6, 0x1p-10}), losses(DType::f32, {n}, random_values(n, 3));
+    double expected = 0;
+    for (const double loss : losses.values()) expected += loss;
+    const auto check_sum = [&](double wanted) {  // two floats have 48 bits together
+        const auto halves = sum.values();
+        CHECK(std::abs(halves[0] + halves[1] - wanted) <= 0x1p-47 * std::abs(wanted) + n * 0x1p-50);
+    };
+    add_losses(sum, losses, true, device().stream);
+    check_sum(1e6 + 0x1p-10 + expected);
+    add_losses(sum, losses, false, device().stream);
+    check_sum(expected);
+    for (const double bad : {INFINITY, NAN}) {
+        Buffer one(DType::f32, {1}, {bad});
+        add_losses(sum, one, false, device().stream);
+        add_losses(sum, losses, true, device().stream);
+        const auto halves = sum.values();
+        CHECK((std::isnan(bad) ? std::isnan(halves[0]) : halves[0] == bad));
+        CHECK(halves[1] == 0);
     }
 }
 

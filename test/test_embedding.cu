@@ -260,6 +260,18 @@ TEST_CASE("embedding backward takes time in proportion to the number of places",
     }
 }
 
+TEST_CASE("embedding backward of no tokens: gradients that do not accumulate are 0", "[embedding]") {
+    const Values ones(32, 1.0);
+    for (const bool accumulate : {false, true}) {
+        Buffer dwte(DType::f32, {4, 8}, ones), dwpe(DType::f32, {4, 8}, ones), memory(DType::f32, {8});
+        const Tensor dout = make_tensor(memory.tensor().data, DType::f32, {0, 3, 8}),
+                     tokens = make_tensor(memory.tensor().data, DType::i32, {0, 3});
+        embedding_backward(dwte, dwpe, dout, tokens, {}, accumulate, accumulate, {}, device().stream);
+        CHECK(dwte.values() == (accumulate ? ones : Values(32)));
+        CHECK(dwpe.values() == (accumulate ? ones : Values(32)));
+    }
+}
+
 TEST_CASE("embedding backward is the transpose of embedding forward", "[embedding]") {
     // Forward is linear in the two tables, so <forward(e, p), dy> = <e, de> + <p, dp> for any e, p, dy.
     const Case s{3, 17, 20, 9};
