@@ -236,6 +236,27 @@ TEST_CASE("fp8: weights and their transposes, bit for bit", "[fp8]") {
             }
 }
 
+// Of a divided layer each rank has a part, and its caller has found the amax of the whole: here 100, whose scale is 4.
+TEST_CASE("fp8: an amax of the caller's is taken as it is", "[fp8]") {
+    if (!has_fp8()) SKIP_TEST(kNeedsFp8);
+    const cudaStream_t stream = device().stream;
+    Buffer weight(DType::bf16, {16, 32}, Values(16 * 32, 1.0)), inp(DType::bf16, {16, 32}, Values(16 * 32, 1.0)),
+        out(DType::bf16, {16, 16}), dinp(DType::bf16, {16, 32}), saved(DType::f32, {2}, {100, 200}),
+        scratch(DType::f32, {fp8_linear_scratch_n(Fp8Recipe::current, 16, 32, 16)});
+    Arena arena("fp8");
+    (void)take_fp8_weight(arena, Fp8Recipe::current, 16, 32);
+    arena.reserve();
+    const Fp8Weight to = take_fp8_weight(arena, Fp8Recipe::current, 16, 32);
+    from_floats(to.amax, {100.0f});
+    fp8_quantise_weight(to, weight, stream, AmaxFrom::caller);
+    CHECK(to_floats(to.forward.scale) == std::vector<float>{0.25f});
+    fp8_linear_forward(out, saved, inp, to, {}, {}, false, scratch, stream, AmaxFrom::caller);
+    CHECK(out.values() == Values(16 * 16, 32.0));
+    fp8_linear_backward_input(dinp, saved, out, to, false, {}, scratch, stream, AmaxFrom::caller);
+    CHECK(dinp.values() == Values(16 * 32, 16 * 32.0));
+    CHECK(saved.values() == Values{100, 200});
+}
+
 TEST_CASE("fp8: the scale at the ends of the range", "[fp8]") {
     // zero; the smallest bf16; exactly the largest code; one bf16 above; the largest bf16
     const double smallest = 0x1p-133, above = 450, largest_bf16 = 0x1.fep127;

@@ -276,6 +276,10 @@ TEST_CASE("rope frequencies with YaRN are those of transformers", "[rope]") {
         rope_frequencies(8, 7.5, {.factor = 2, .original_max_position = 32768, .kind = RopeKind::yarn});
     const double golden_fast[] = {0.5, 0.3021375238895416, 0.18257418274879456, 0.11032503098249435};
     for (size_t i = 0; i < 4; ++i) CHECK(all_fast[i] == Approx(golden_fast[i]).epsilon(40 * 0x1p-24));
+    // Trained with fewer positions than a turn of the first point has: first and last are both 0, and it is not slowed.
+    const auto all_slow = rope_frequencies(8, 10000, {.factor = 2, .original_max_position = 6, .kind = RopeKind::yarn});
+    const double golden_slow[] = {1, 0.05, 0.005, 0.0005};
+    for (size_t i = 0; i < 4; ++i) CHECK(all_slow[i] == Approx(golden_slow[i]).epsilon(40 * 0x1p-24));
     v3.beta_slow = 32;
     CHECK_THROWS_WITH(rope_frequencies(64, 10000, v3), ContainsSubstring("beta_slow = 32 is not below"));
 }
