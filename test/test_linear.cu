@@ -181,6 +181,9 @@ TEST_CASE("linear behind attention: the gradient of its output, and delta", "[li
         Buffer other(DType::f32, {B, H, T + 1});
         CHECK_THROWS_WITH(linear_delta_backward_input(dattended, {other, {}}, dout, weight, attended, stream),
                           ContainsSubstring("matmul: delta f32 (2, 3, 8) is not that of heads in"));
+        Buffer uneven(DType::f32, {B, C - 1, T});  // C columns are no such heads
+        CHECK_THROWS_WITH(linear_delta_backward_input(dattended, {uneven, {}}, dout, weight, attended, stream),
+                          ContainsSubstring("is not that of heads in"));
     }
 }
 

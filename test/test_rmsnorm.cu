@@ -263,6 +263,23 @@ TEST_CASE("norms: on a GPU no block has more threads than its kernel's __launch_
     norm_row_columns = before;
 }
 
+TEST_CASE("norms and sums of no rows: gradients that do not accumulate are 0", "[rmsnorm][layernorm][column_sum]") {
+    const Values ones(8, 1.0);
+    const cudaStream_t stream = device().stream;
+    Buffer weight(DType::f32, {8}, ones), memory(DType::f32, {8});
+    const Tensor rows = make_tensor(memory.tensor().data, DType::f32, {0, 8}),
+                 of_rows = make_tensor(memory.tensor().data, DType::f32, {0});
+    for (const bool accumulate : {false, true}) {
+        Buffer rms(DType::f32, {8}, ones), layer(DType::f32, {8}, ones), bias(DType::f32, {8}, ones),
+            sum(DType::f32, {8}, ones);
+        rmsnorm_backward(rows, rms, rows, {}, rows, weight, of_rows, accumulate, {}, stream);
+        layernorm_backward(rows, layer, bias, rows, {}, rows, weight, of_rows, of_rows, accumulate, {}, stream);
+        column_sum(sum, rows, accumulate, {}, stream);
+        for (const Buffer* gradient : {&rms, &layer, &bias, &sum})
+            CHECK(gradient->values() == (accumulate ? ones : Values(8)));
+    }
+}
+
 TEST_CASE("rmsnorm of rows that are hard on float32", "[rmsnorm]") {
     const int64_t C = 64;
     // A row of zeros has r = 1 / sqrt(eps), and out = 0. A row of 1e-10 drowns in eps.
