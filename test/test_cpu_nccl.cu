@@ -182,11 +182,17 @@ TEST_CASE("an abort ends what waits, on a host and on a stream", "[cpu][nccl]") 
 TEST_CASE("what NCCL refuses", "[cpu][nccl]") {
     CHECK(ncclGroupEnd() == ncclInvalidUsage);
     run(1, [](Rank& its) {
-        float* const data = its.put(std::vector<float>{1});
+        float* const data = its.put(std::vector<float>{1, 2});
         check(ncclSend(data, 1, ncclFloat32, 1, its.comm, its.stream) == ncclInvalidArgument, "no such rank");
         check(ncclAllReduce(data, data, 1, static_cast<ncclDataType_t>(8), ncclSum, its.comm, its.stream) ==
                   ncclInvalidArgument,
               "double");
+        cudaStream_t second = make_stream();
+        must(ncclGroupStart());
+        must(ncclAllReduce(data, data, 1, ncclFloat32, ncclSum, its.comm, its.stream));
+        must(ncclAllReduce(data + 1, data + 1, 1, ncclFloat32, ncclSum, its.comm, second));
+        check(ncclGroupEnd() == ncclInvalidUsage, "a group on two streams");
+        cudaCheck(cudaStreamDestroy(second));
         // A stream that is captured. What was not put there is not under way: a split is right.
         cudaCheck(cudaStreamBeginCapture(its.stream, cudaStreamCaptureModeRelaxed));
         check(ncclAllReduce(data, data, 1, ncclFloat32, ncclSum, its.comm, its.stream) == ncclUnhandledCudaError,

@@ -1018,6 +1018,13 @@ bool memory_of_another_rank(bool wrong) {
     };
     return two_ranks(2, 2, f, wrong);
 }
+bool buffer_beyond_its_memory(bool wrong) {
+    const auto f = [](const Rank& its, bool bad) {
+        // <- buffer_beyond_its_memory
+        must(ncclAllReduce(its.data, its.data, bad ? 9 : 8, ncclFloat32, ncclSum, its.comm, its.stream));
+    };
+    return two_ranks(3, 3, f, wrong);
+}
 bool another_current_device(bool wrong) {
     const auto f = [](const Rank& its, bool bad) {
         if (bad) must(cudaSetDevice(1 - its.rank));
@@ -1090,7 +1097,8 @@ const Case cases[] = {
     CASE(c_overwritten), CASE(aux_overwritten), CASE(scalars_overwritten),
     CASE(gradient_too_early),
     CASE(ranks_of_other_counts), CASE(messages_of_other_sizes), CASE(buffers_that_overlap), CASE(group_that_overlaps),
-    CASE(memory_of_another_rank), CASE(another_current_device), CASE(collective_not_waited_for),
+    CASE(memory_of_another_rank), CASE(buffer_beyond_its_memory), CASE(another_current_device),
+    CASE(collective_not_waited_for),
     CASE(split_while_under_way), CASE(used_after_destruction),
 };
 // clang-format on
