@@ -1032,18 +1032,31 @@ bool another_current_device(bool wrong) {
     };
     return two_ranks(3, 3, f, wrong);
 }
+// The first number becomes 0, in a stream that may wait for what the rank's stream has to do.
+void clear_beside(const Rank& its, bool waits) {
+    cudaStream_t second;
+    cudaEvent_t event;
+    must(cudaStreamCreateWithFlags(&second, cudaStreamNonBlocking));
+    must(cudaEventCreate(&event));
+    must(cudaEventRecord(event, its.stream));
+    if (waits) must(cudaStreamWaitEvent(second, event));
+    must(cudaMemsetAsync(its.data, 0, sizeof(float), second));  // <- collective_not_waited_for sent_and_overwritten
+}
 bool collective_not_waited_for(bool wrong) {
     const auto f = [](const Rank& its, bool bad) {
-        cudaStream_t second;
-        cudaEvent_t event;
-        must(cudaStreamCreateWithFlags(&second, cudaStreamNonBlocking));
-        must(cudaEventCreate(&event));
         add(its, 8);
-        must(cudaEventRecord(event, its.stream));
-        if (!bad) must(cudaStreamWaitEvent(second, event));
-        must(cudaMemsetAsync(its.data, 0, sizeof(float), second));  // <- collective_not_waited_for
+        clear_beside(its, !bad);
     };
     return two_ranks(0, 3, f, wrong);
+}
+bool sent_and_overwritten(bool wrong) {
+    const auto f = [](const Rank& its, bool bad) {
+        // <- sent_and_overwritten
+        if (its.rank == 0) must(ncclSend(its.data, 8, ncclFloat32, 1, its.comm, its.stream));
+        else must(ncclRecv(its.data, 8, ncclFloat32, 0, its.comm, its.stream));
+        clear_beside(its, its.rank == 1 || !bad);
+    };
+    return two_ranks(0, 1, f, wrong);
 }
 bool split_while_under_way(bool wrong) {
     const auto f = [](const Rank& its, bool bad) {
@@ -1098,7 +1111,7 @@ const Case cases[] = {
     CASE(gradient_too_early),
     CASE(ranks_of_other_counts), CASE(messages_of_other_sizes), CASE(buffers_that_overlap), CASE(group_that_overlaps),
     CASE(memory_of_another_rank), CASE(buffer_beyond_its_memory), CASE(another_current_device),
-    CASE(collective_not_waited_for),
+    CASE(collective_not_waited_for), CASE(sent_and_overwritten),
     CASE(split_while_under_way), CASE(used_after_destruction),
 };
 // clang-format on
