@@ -1,4 +1,5 @@
 // test/test_train_gpt.cu: the training program from outside. Resuming, being killed, bad input, what it leaves behind.
+#include "file_size_limit.h"
 #include "io/io.h"
 #include "optim/optim.h"
 #include "run_models.h"
@@ -357,6 +358,19 @@ TEST_CASE("a full disk loses nothing that was saved", "[program][train_gpt]") {
     CHECK(slurp(before + "/model.safetensors") == model);
     CHECK(run_shell("ls " + run + "/checkpoints").out == "step-00000004\n");
     CHECK(run_program("train_gpt", "--resume --out " + run).status == 0);
+}
+
+TEST_CASE("a run whose lock cannot be written leaves no folder", "[train_gpt]") {
+    const TempFolder folder;
+    std::string fault;
+    try {
+        const FileSizeLimit no_byte(0);
+        RunFolder run(folder / "group/run");
+    } catch (const Error& error) {
+        fault = error.what();
+    }
+    CHECK(one_line_with(fault, "group/run/lock", "free some space"));
+    CHECK(!is_there(folder / "group"));
 }
 
 // A link to itself where the next checkpoint should be: std::filesystem's errors are not ours.

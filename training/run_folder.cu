@@ -109,9 +109,14 @@ RunFolder::Lock::Lock(const std::string& run) : file(run + "/lock", O_RDWR) {
         std::printf("lock     taken over from process %ld of this host, which has ended without removing %s\n",
                     holder.pid, path.c_str());
     const std::string text = concat(::getpid(), " ", host_name(), "\n");
-    const int status = ::ftruncate(file.fd(), 0);
-    check(status == 0, "cannot write ", path, ": ", std::strerror(errno));
-    write_all(file.fd(), text.data(), text.size(), path);
+    try {
+        const int status = ::ftruncate(file.fd(), 0);
+        check(status == 0, "cannot write ", path, ": ", std::strerror(errno));
+        write_all(file.fd(), text.data(), text.size(), path);
+    } catch (const Error&) {  // a full disk: leave no empty file behind, nor a folder for its sake
+        file.remove();
+        throw;
+    }
 }
 
 RunFolder::Lock::~Lock() { file.remove(); }
