@@ -478,6 +478,17 @@ TEST_CASE("ranks that were started differently are refused by name", "[program][
         CHECK_THAT(run.err, ContainsSubstring("rank 1: " + words));
         CHECK(!std::filesystem::exists(folder / "run/log.csv"));
     }
+    // Their hosts have files of the same name and length.
+    for (const char* host : {"a", "b"}) {
+        std::filesystem::create_directories(folder / host);
+        spit(folder / host + "/text.txt", slurp(text_file()) + host);
+    }
+    const std::string here = concat(" ", program, " --data text.txt", common);
+    const Outcome hosts =
+        run_shell(concat(mpirun_command(1), "-wdir ", folder / "a", here, " : -np 1 -wdir ", folder / "b", here));
+    INFO(hosts.out << hosts.err);
+    CHECK(hosts.status != 0);
+    CHECK_THAT(hosts.err, ContainsSubstring("rank 1: the checksum of the data is "));
     for (const auto& [flags, words] : {std::pair("--ranks 3 --batch 16", "--batch 16 cannot be divided among 3 ranks"),
                                        {"--ranks 2 --zero 4", "--zero 4"},
                                        {"--ranks 2 --zero 1 --dp-mode naive", "leave --zero out"},

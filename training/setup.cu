@@ -235,10 +235,12 @@ std::unique_ptr<RunFolder> settle_folder(Trainer& t, const RunData& data) {
     const bool first = t.world.rank == 0;
     std::string& out = t.options.out;
     // Each rank has opened its own files.
+    const DataIdentity& its = data.identity;
     if (t.world.size > 1)
         check_same_everywhere(t.world, {{"config.json", config_to_json(t.config)},
-                                        {"the length of the data in tokens",
-                                         concat(data.identity.train_n, " and ", data.identity.val_n)}});
+                                        {"the length of the data in tokens", concat(its.train_n, " and ", its.val_n)},
+                                        {"the checksum of the data", concat(checksum_text(its.train_checksum), " and ",
+                                                                            checksum_text(its.val_checksum))}});
     check_disk_space(t);
     std::unique_ptr<RunFolder> folder;
     if (first) {
