@@ -237,8 +237,9 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* 
 
 cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nodes, size_t* n) {
     if (!graph || !n) return remember(cudaErrorInvalidValue);
-    for (size_t i = 0; nodes && i < std::min(*n, graph->nodes.size()); ++i) nodes[i] = &graph->nodes[i];
-    *n = graph->nodes.size();
+    const size_t size = graph->nodes.size();
+    for (size_t i = 0; nodes && i < *n; ++i) nodes[i] = i < size ? &graph->nodes[i] : nullptr;
+    if (!nodes || *n > size) *n = size;
     return cudaSuccess;
 }
 

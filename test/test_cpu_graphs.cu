@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <thread>
 
 namespace {
@@ -169,12 +170,26 @@ TEST_CASE("a stream that waits for a captured event is captured, too", "[cpu][gr
     add_kernel<<<1, kN, 0, first>>>(sum.data, x.data, y.data);
     const Graph graph(first);
     CHECK(graph.n() == 4);
+    // Some of the nodes, and more places than there are nodes.
+    cudaGraphNode_t nodes[6];
+    for (const size_t places : {3, 6}) {
+        size_t n = places;
+        must(cudaGraphGetNodes(graph.graph, nodes, &n));
+        CHECK(n == std::min<size_t>(places, 4));
+    }
+    CHECK((nodes[3] != nullptr && nodes[4] == nullptr && nodes[5] == nullptr));
     CHECK(status_of(second) == cudaStreamCaptureStatusNone);
     for (int i = 0; i < 3; ++i) graph.launch(first);
     first.wait();
     CHECK(x.last() == 103);
     CHECK(y.last() == 3 + 9 + 27);
     CHECK(sum.last() == 103 + 39);
+    cudaGraphExec_t gone_soon;  // what has been launched ends all the same
+    must(cudaGraphInstantiate(&gone_soon, graph.graph, 0));
+    must(cudaGraphLaunch(gone_soon, first));
+    must(cudaGraphExecDestroy(gone_soon));
+    first.wait();
+    CHECK(sum.last() == 104 + 3 * 40);
 }
 
 TEST_CASE("events order a launch with other streams, and launches with each other", "[cpu][graphs]") {
@@ -280,9 +295,10 @@ TEST_CASE("captures that cannot become a graph", "[cpu][graphs]") {
     if (graph) must(cudaGraphDestroy(graph));
 
     // Work of another stream that the first one does not wait for.
-    Ints x;
+    Ints x, y;
     first.begin();
     event.between(first, second);
+    first.update(y.data, 1, 1);
     second.update(x.data, 1, 1);
     CHECK(fails_as(cudaErrorStreamCaptureUnjoined, cudaStreamEndCapture(first, &graph)));
     CHECK(graph == nullptr);
@@ -317,6 +333,7 @@ TEST_CASE("captures that cannot become a graph", "[cpu][graphs]") {
     CHECK(fails_as(cudaErrorStreamCaptureInvalidated, cudaStreamEndCapture(second, &graph)));
     cudaStreamEndCapture(first, &graph);
     cudaGetLastError();
+    if (device().is_cpu) CHECK(graph == nullptr);  // both are void
     if (graph) must(cudaGraphDestroy(graph));
 }
 
