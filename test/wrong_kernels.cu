@@ -204,10 +204,11 @@ bool missing_wait_for_memset(bool wrong) {
 
 // Who overwrites must wait for who reads.
 bool read_while_overwritten(bool wrong) {
-    Buffer a(counting(1000)), b(1000);
+    Buffer a(counting(1000)), b(1000), c(1000);
     Streams s;
     add_kernel<<<4, 256, 0, s.first>>>(b.data, a.data, 1.0f, 1000);  // <- read_while_overwritten
     must(cudaEventRecord(s.event, s.first));
+    add_kernel<<<4, 256, 0, s.second>>>(c.data, a.data, 1.0f, 1000);  // this one it does wait for
     if (!wrong) must(cudaStreamWaitEvent(s.second, s.event));
     must(cudaMemsetAsync(a.data, 0, 4000, s.second));  // <- read_while_overwritten
     must(cudaDeviceSynchronize());
