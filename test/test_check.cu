@@ -1,4 +1,5 @@
 // test/test_check.cu: check() formats its message only when it fails. Launchers make dozens of checks, on every launch.
+// And what arenas and tensors (core/core.h) check.
 #include "layers/layers.h"
 #include "temp_folder.h"
 #include "test.h"
@@ -82,4 +83,50 @@ TEST_CASE("of a long value the message of a check has the beginning and the end"
     for (int i = 0; i < 1500; ++i) two_bytes_each += "é";
     for (const char* before : {"", "a"})
         CHECK(one_line_with(error_of([&] { fail(before + two_bytes_each); }), "é ... é"));
+}
+
+TEST_CASE("an arena has the most that it was asked for at a time, and no more", "[check]") {
+    Arena arena("toy");
+    const auto take = [&] {
+        const Tensor kept = arena.take("kept", DType::f32, {65});  // 260 bytes: two times 256
+        const size_t mark = arena.mark();
+        arena.take("scratch", DType::bf16, {300});
+        arena.take("kept", DType::i8, {1});
+        arena.release(mark);
+        arena.take("scratch", DType::f32, {1});
+        return kept;
+    };
+    CHECK(take().data == nullptr);
+    CHECK(arena.table() == std::vector<std::pair<std::string, size_t>>{{"kept", 768}, {"scratch", 1024}});
+    arena.reserve();
+    CHECK(arena.bytes() == 512 + 768 + 256);
+    const Tensor kept = take();
+    fill_constant(kept, 3);
+    CHECK(arena.mark() == 768);
+    CHECK_THROWS_WITH(arena.take("more", DType::i8, {769}),
+                      ContainsSubstring("arena 'toy': more wants 1024 bytes, 768 of 1536 are left"));
+    CHECK_THROWS_WITH(arena.release(2048), ContainsSubstring("arena 'toy': released to 2048 bytes"));
+    CHECK_THROWS_WITH(arena.reserve(), ContainsSubstring("already reserved"));
+    CHECK(to_floats(kept) == std::vector<float>(65, 3));
+}
+
+TEST_CASE("what is no part of a tensor is refused", "[check]") {
+    alignas(16) float memory[64] = {};
+    const Tensor x = make_tensor(memory, DType::f32, {4, 16}), none = make_tensor(memory, DType::f32, {0, 16});
+    CHECK(x.slice(1, 3).data == memory + 16);
+    CHECK(x.slice(4, 0).n() == 0);
+    CHECK(none.slice(0, 0).data == memory);
+    CHECK_THROWS_WITH(x.slice(2, 3), ContainsSubstring("rows [2, 5) are not all in f32 (4, 16)"));
+    CHECK_THROWS_WITH(x.slice(-1, 2), ContainsSubstring("rows [-1, 1) are not all in"));
+    CHECK_THROWS_WITH(x.slice(1, -1), ContainsSubstring("rows [1, 0) are not all in"));
+    CHECK_THROWS_WITH(x.view({65}), ContainsSubstring("cannot view f32 (4, 16) as f32 (65)"));
+    CHECK_THROWS_WITH(make_tensor(memory, DType::f32, {4, -1}),
+                      ContainsSubstring("a tensor dimension is negative: -1"));
+    CHECK_THROWS_WITH(make_tensor(memory, DType::f32, {1, 1, 1, 1, 1}), ContainsSubstring("1 to 4 dimensions, not 5"));
+    CHECK(scratch_as("toy", x, {8, 8}).shape[1] == 8);
+    CHECK_THROWS_WITH(scratch_as("toy", x, {65}), ContainsSubstring("toy: scratch is f32 (4, 16), expected f32 of at "
+                                                                    "least 65 elements"));
+    CHECK_THROWS_WITH(from_floats(x, std::vector<float>(63)), ContainsSubstring("63 values for f32 (4, 16)"));
+    CHECK_THROWS_WITH(expect("toy", "x", x, DType::f32, {-1, 15}),
+                      ContainsSubstring("toy: x is f32 (4, 16), expected f32 (*, 15)"));
 }
