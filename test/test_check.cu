@@ -130,3 +130,20 @@ TEST_CASE("what is no part of a tensor is refused", "[check]") {
     CHECK_THROWS_WITH(expect("toy", "x", x, DType::f32, {-1, 15}),
                       ContainsSubstring("toy: x is f32 (4, 16), expected f32 (*, 15)"));
 }
+
+TEST_CASE("Philox gives its known answer; numbers below n are shares of 64 bits, normal numbers come in pairs",
+          "[check]") {
+    // The known answer of philox4x32-10 in Random123's tests, whose counter and key are digits of pi.
+    const Philox known = philox(0x299f31d0a4093822, 0x0370734413198a2e, 0x85a308d3243f6a88);
+    CHECK(std::vector(known.v, known.v + 4) == std::vector<uint32_t>{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1});
+    const Philox draw = philox(1, 2, 3);
+    CHECK(uniform_below(1, 2, 3, uint64_t{1} << 40) == (uint64_t{draw.v[0]} << 8 | draw.v[1] >> 24));
+    CHECK(uniform_below(1, 2, 3, 3) == draw.v[0] / 0x55555556u);
+    CHECK(uniform_below(1, 2, 3, 1) == 0);
+    CHECK_THROWS_WITH(uniform_below(1, 2, 3, 0), ContainsSubstring("n must be positive"));
+    const std::vector<float> many = normal_values(6, 2.0, 1, 2);
+    for (const float x : many) CHECK(x != 0);
+    for (const int64_t n : {1, 4, 5})
+        CHECK(normal_values(n, 2.0, 1, 2) == std::vector<float>(many.begin(), many.begin() + n));
+    CHECK(normal_values(0, 2.0, 1, 2).empty());
+}
