@@ -158,6 +158,11 @@ TEST_CASE("a schedule that is given other steps goes on by its rule", "[schedule
     CHECK(near(learning_rate(next, 111), 0.125));
     CHECK(near(learning_rate(next, 114), 0.5));
     CHECK(near(learning_rate(next, 160), 0.0625));
+    // A run's second schedule that is given other steps, too, is as if it had begun with them.
+    const Schedule longer = continue_schedule(begin_schedule(make("wsd"), 110, 160), 120, 310),
+                   whole = begin_schedule(make("wsd"), 110, 310);
+    CHECK(longer.last_step() == 310);
+    for (int64_t s = 121; s <= 310; ++s) CHECK(learning_rate(longer, s) == learning_rate(whole, s));
     CHECK_THAT(error_of([] { continue_schedule(make("cosine"), 60, 60); }), ContainsSubstring("60"));
 }
 
