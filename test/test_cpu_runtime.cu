@@ -238,6 +238,21 @@ TEST_CASE("copies of pinned memory, in a stream", "[cpu]") {
     must(cudaFreeHost(pinned));
 }
 
+TEST_CASE("a copy or a memset of pinned memory without Async in its name has ended when it returns", "[cpu]") {
+    Ints a(100);
+    int* pinned = nullptr;
+    must(cudaMallocHost(reinterpret_cast<void**>(&pinned), 400));
+    std::fill(pinned, pinned + 100, 5);
+    must(cudaMemcpy(a.data, pinned, 400, cudaMemcpyHostToDevice));
+    std::fill(pinned, pinned + 100, 6);
+    CHECK(a.at(99) == 5);
+    must(cudaMemcpy(pinned, a.data, 400, cudaMemcpyDeviceToHost));
+    CHECK(pinned[99] == 5);
+    must(cudaMemset(pinned, 0, 400));
+    CHECK(pinned[99] == 0);
+    must(cudaFreeHost(pinned));
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Streams and events
 
