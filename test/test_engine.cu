@@ -1,5 +1,6 @@
 // The engine: whole answers, against transformers' and against those of other settings.
 #include "engine.h"
+#include "io/json.h"
 #include "program.h"
 #include "training/training.h"
 
@@ -318,6 +319,100 @@ TEST_CASE("what is looked up for an answer is its own text", "[inference][engine
         answer(e, 20, n_steps);
         CHECK(answer(e, 10, 1000) == proposed);
     }
+}
+
+namespace {
+
+// Words that begin with a space, and bytes that begin a character, by turns: as LLaMA 2's, which drops the first space.
+std::unique_ptr<Tokenizer> words_and_bytes(int64_t V) {
+    JsonText vocab = JsonText::object();
+    for (int64_t id = 0; id < V; ++id) {
+        constexpr char kHex[] = "0123456789ABCDEF";
+        const int64_t byte = 0xC2 + id / 2;
+        vocab.set(id % 2 == 0 ? concat("_", id) : concat("<0x", kHex[byte / 16], kHex[byte % 16], ">"), id);
+    }
+    const JsonText file = {{"decoder", parsed_json(R"({"type": "Sequence", "decoders": [{"type": "Replace",
+                                "pattern": {"String": "_"}, "content": " "}, {"type": "ByteFallback"},
+                                {"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]})")},
+                           {"model", {{"type", "BPE"}, {"vocab", vocab}, {"merges", JsonText::array()}}}};
+    return parse_tokenizer(file.str(), "t");
+}
+
+}  // namespace
+
+TEST_CASE("the text of an answer goes on from the prompt, and ends before the first stop string",
+          "[inference][engine]") {
+    const Config config = small_llama();
+    const ModelWithMemory m(config, config.T_max);
+    EngineOptions options;
+    options.scheduler.max_sequences = 4;
+    EngineWithMemory e(m.model, options);
+    const auto tokenizer = words_and_bytes(config.V);
+    Requests requests(e.engine, *tokenizer);
+    std::vector<AnswerPiece> answers;  // of the last request, each in one piece
+    const auto ready = [&](const AnswerPiece& piece) {
+        answers.resize(std::max<size_t>(answers.size(), piece.sample + 1));
+        AnswerPiece& its = answers[piece.sample];
+        its.text += piece.text, its.finish_reason = piece.finish_reason;
+        its.tokens.insert(its.tokens.end(), piece.tokens.begin(), piece.tokens.end());
+    };
+    const auto run = [&](TextRequest request) {
+        answers.clear();
+        request.ready = ready;
+        requests.add(request);
+        while (requests.step()) {
+        }
+        CHECK(requests.unfinished().empty());
+        for (const AnswerPiece& answer : answers) {
+            if (!request.stop.empty()) continue;
+            std::vector<int32_t> all = request.prompt;
+            for (const Sampled& token : answer.tokens) all.push_back(token.token);
+            CHECK(tokenizer->decode(request.prompt) + answer.text == tokenizer->decode(all));
+        }
+        return answers;
+    };
+    TextRequest request{.prompt = {1, 2, 3, 4}, .max_tokens = 6, .n = 3};
+    CHECK(run(request).size() == 3);
+    request.n = 1, request.sampling.logit_bias = {{5, 100}};  // an answer that ends inside of a character
+    CHECK(run(request)[0].tokens.back().token == 5);
+    // Tokens 2 and 4 by turns.
+    request.sampling.temperature = 0;
+    request.sampling.logit_bias = {{2, 100}, {4, 90}}, request.sampling.frequency_penalty = 20;
+    CHECK(run(request)[0].text == " 2 4 2 4 2 4");
+    request.stop = {" 2 4", "4"};
+    CHECK(run(request)[0].text == "");
+    request.stop = {"2 4 2 ", "4 2"};
+    CHECK(run(request)[0].text == " 2 ");
+    CHECK(answers[0].finish_reason == std::string("stop"));
+    // The prompt alone.
+    TextRequest scored{.prompt = {1, 2, 3, 4}, .max_tokens = 0, .scores_prompt = true};
+    scored.sampling.logprobs = 0;
+    CHECK(run(scored)[0].finish_reason == std::string("length"));
+    // Beams, with an end that is the most probable token.
+    TextRequest beams{.prompt = {1, 2, 3, 4}, .max_tokens = 5, .n = 2, .beams = BeamOptions{.n_beams = 3}};
+    beams.sampling.temperature = 0;
+    CHECK(run(beams).size() == 2);
+    TextRequest greedy{.prompt = beams.prompt, .max_tokens = 1};
+    greedy.sampling.temperature = 0;
+    const int32_t likely = run(greedy)[0].tokens.at(0).token;
+    beams.stop_tokens = {likely}, beams.beams->length_penalty = -2;  // short answers
+    const auto ended = run(beams);
+    CHECK(ended[0].finish_reason == std::string("stop"));
+    for (const Sampled& token : ended[0].tokens) CHECK(token.token != likely);
+
+    const auto refused = [&](auto&& change) {
+        TextRequest other = request;
+        change(other);
+        return error_of([&] { requests.add(other); });
+    };
+    CHECK(one_line_with(refused([](TextRequest& r) { r.prompt = {-1}; }), "token -1"));
+    CHECK(one_line_with(refused([](TextRequest& r) { r.stop = {""}; }), "a stop string is empty"));
+    CHECK(one_line_with(refused([](TextRequest& r) { r.scores_prompt = true; }), "logprobs must be 0 or more"));
+    CHECK(one_line_with(refused([](TextRequest& r) { r.beams = BeamOptions{}, r.stop = {}; }), "beam search gives"));
+    const int64_t id = requests.add(request);
+    CHECK(requests.unfinished().size() == 1);
+    requests.cancel(id);
+    CHECK(requests.unfinished().empty());
 }
 
 TEST_CASE("a sample of a training run may be longer than its sequences", "[inference][engine]") {
