@@ -24,8 +24,8 @@ const std::string& model_folder() {
         json config = parsed_json(slurp(checkpoint + "/config.json"));
         config["max_position_embeddings"] = 1000000;
         spit(checkpoint + "/config.json", dumped(config));
-        std::filesystem::rename(checkpoint, folder / "model");
-        return folder / "model";
+        std::filesystem::rename(checkpoint, folder / "model+1");  // "+" has a meaning in patterns
+        return folder / "model+1";
     }();
     return path;
 }
@@ -47,7 +47,7 @@ class Server {
         if (pid_ == 0) {
             const std::string command =
                 concat("export OMP_NUM_THREADS=1; exec ", program_path("generate"), " --serve --port 0 --model ",
-                       model_folder(), " --max-length 4000 --cache-pages 400 --step-tokens 64 ", flags, " > ",
+                       model_folder(), "/ --max-length 4000 --cache-pages 400 --step-tokens 64 ", flags, " > ",
                        folder_ / "out", " 2> ", folder_ / "err");
             ::execl("/bin/sh", "sh", "-c", command.c_str(), nullptr);
             ::_exit(127);
@@ -203,6 +203,8 @@ TEST_CASE("the server answers as OpenAI's interface", "[program][server]") {
     CHECK(metric(server, "llm_draft_tokens_total") > 0);  // the draft is the model itself
     CHECK(metric(server, "llm_draft_tokens_accepted_total") == metric(server, "llm_draft_tokens_total"));
     CHECK(metric(server, "llm_sequence_steps_total") == 4);  // 1 + 4 * 5 tokens, of which 20 are wanted
+    CHECK(metric(server, "llm_time_to_first_token_seconds_count") == 1);
+    CHECK(metric(server, "llm_time_per_token_seconds_count") == 19);
     const json answer = whole.object();
     CHECK(answer["object"] == "text_completion");
     CHECK(answer["usage"] == value({{"prompt_tokens", 6}, {"completion_tokens", 20}, {"total_tokens", 26}}));
@@ -220,6 +222,7 @@ TEST_CASE("the server answers as OpenAI's interface", "[program][server]") {
         for (size_t i = 0; i + 1 < all.size(); ++i) pieces += all[i]["choices"][0]["text"].asString();
         CHECK(pieces == text);
         CHECK(all[all.size() - 2]["choices"][0]["finish_reason"] == "length");
+        CHECK((all[0].isMember("usage") && all[0]["usage"].isNull()));
         CHECK(all.back()["choices"].empty());
         CHECK(all.back()["usage"] == answer["usage"]);
         std::string older = http("POST", "/v1/completions", dumped(streamed));  // of a client that knows no chunks
@@ -235,7 +238,8 @@ TEST_CASE("the server answers as OpenAI's interface", "[program][server]") {
         CHECK(complete(server, ids).object()["choices"][0]["text"] == text);
         ids["prompt"] = value(std::vector{"Line 8", "Line 7"}), ids["n"] = 3, ids["echo"] = true;
         ids["logprobs"] = json();  // null is as if it were not there
-        const json choices = complete(server, ids).object()["choices"];
+        const json many = complete(server, ids).object(), choices = many["choices"];
+        CHECK(many["usage"]["prompt_tokens"] == 12);  // each prompt is computed once
         REQUIRE(choices.size() == 6);
         for (int i = 0; i < 6; ++i) {
             CHECK(choices[i]["index"] == i);
@@ -303,12 +307,16 @@ TEST_CASE("the server answers as OpenAI's interface", "[program][server]") {
         for (const json& choice : both) CHECK(choice["logprobs"]["tokens"].size() == 26);
         CHECK(both[0]["logprobs"]["token_logprobs"] == scored["token_logprobs"]);
         echo["stream"] = true;
-        json streamed[2];
+        json streamed[2], offsets[2];
         for (const json& event : events(complete(server, echo))) {
             const json& choice = event["choices"][0];
             for (const json& one : choice["logprobs"]["token_logprobs"]) streamed[as<int>(choice["index"])].append(one);
+            for (const json& one : choice["logprobs"]["text_offset"]) offsets[as<int>(choice["index"])].append(one);
         }
-        for (int i = 0; i < 2; ++i) CHECK(streamed[i] == both[i]["logprobs"]["token_logprobs"]);
+        for (int i = 0; i < 2; ++i) {
+            CHECK(streamed[i] == both[i]["logprobs"]["token_logprobs"]);
+            CHECK(offsets[i] == both[i]["logprobs"]["text_offset"]);
+        }
     }
     SECTION("a conversation, whole and as a stream; a stop text") {
         const JsonText part = {{"type", "text"}, {"text", "Hello"}},
@@ -320,6 +328,8 @@ TEST_CASE("the server answers as OpenAI's interface", "[program][server]") {
         CHECK(first["object"] == "chat.completion");
         CHECK(first["choices"][0]["message"]["role"] == "assistant");
         const std::string said = first["choices"][0]["message"]["content"].asString();
+        message["messages"][0]["role"] = "developer";  // OpenAI's newer name of the system
+        CHECK(chat(server, message).object()["choices"][0]["message"]["content"] == said);
         message["stream"] = true;
         std::string pieces;
         for (const json& event : events(chat(server, message))) {
@@ -352,7 +362,9 @@ TEST_CASE("a message ends where its template says, whatever ends the request nam
     json tokenizer = parsed_json(byte_tokenizer_json());  // the end of a message takes the place of a byte
     tokenizer["model"]["vocab"].removeMember("\u00ff");
     tokenizer["model"]["vocab"].removeMember("\u00fe");  // and the model has a token more than the tokenizer
+    tokenizer["model"]["vocab"].removeMember("\u00fd");
     tokenizer["added_tokens"].append(value({{"id", 255}, {"content", "<|im_end|>"}, {"special", true}}));
+    tokenizer["added_tokens"].append(value({{"id", 253}, {"content", "User:"}}));
     spit(folder / "tokenizer.json", dumped(tokenizer));
     const Server server("--template chatml --stop x --tokenizer " + (folder / "tokenizer.json"));
     // The text and its finish_reason where the model writes this token alone.
@@ -372,6 +384,17 @@ TEST_CASE("a message ends where its template says, whatever ends the request nam
     json echo = value({{"prompt", std::vector<int>{'a', 254, 'b'}}, {"logit_bias", {{"254", 100}}}, {"echo", true}});
     echo["max_tokens"] = 1;
     CHECK(complete(server, echo).object()["choices"][0]["text"] == "ab");
+    // An end of several tokens: a line end and "User:", which are written by turns.
+    const Server plain("--template plain --tokenizer " + (folder / "tokenizer.json"));
+    json request = value({{"messages", JsonText::array({{{"role", "user"}, {"content", "a"}}})},
+                          {"max_tokens", 4},
+                          {"temperature", 0},
+                          {"frequency_penalty", 20},
+                          {"logit_bias", {{"10", 100}, {"253", 90}}},
+                          {"stop", "y"}});
+    const json choice = chat(plain, request).object()["choices"][0];
+    CHECK(choice["message"]["content"] == "");
+    CHECK(choice["finish_reason"] == "stop");
 }
 
 TEST_CASE("the server refuses what it cannot do, and says why", "[program][server]") {
@@ -410,6 +433,8 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     for (int i = 0; i < 320; ++i) prompts += ",[1]";
     refused(post("{\"prompt\": [" + prompts + "]}"), 400, "321 prompts in one request: send at most 320", "prompt");
     refused(post(R"({"prompt": "a", "stop": [""]})"), 400, "empty", "stop");
+    CHECK(post(R"({"prompt": "a", "max_tokens": 1, "n": 2, "best_of": 2})").status == 200);
+    refused(post(R"({"prompt": "a", "n": 2, "best_of": 3})"), 400, "this server knows only 2", "best_of");
     refused(post(R"({"prompt": "a", "temprature": 1})"), 400, "no such field", "temprature");
     refused(post(R"({"prompt": "a", "\u0000": 1})"), 400, "\"\\u0000\": this server has no such field",
             std::string(1, '\0'));
@@ -430,6 +455,14 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
             400, "it must be from 0 to 20", "top_logprobs");
     refused(post(R"({"messages": [{"role": "user", "content": "a"}], "logprobs": true, "top_logprobs": 21})", "", talk),
             400, "it must be from 0 to 20", "top_logprobs");
+    refused(post(R"({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2})", "", talk), 400, "needs",
+            "top_logprobs");
+    refused(post(R"({"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]})", "", talk),
+            400, "only the first one can be", "messages[1].role");
+    refused(post(R"({"messages": [{"role": "user", "content": [{"type": "image", "text": "a"}]}]})", "", talk), 400,
+            "the model reads text only", "messages[0].content");
+    refused(post(R"({"messages": [{"role": "assistant", "content": "a"}]})", "", talk), 400, "not the user's",
+            "messages");
     for (const char* const most : {"0", "4000"})
         refused(post(concat(R"({"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": )", most, "}"),
                      "", talk),
@@ -438,9 +471,18 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
             "tools");
 
     refused(ask(server, http("POST", "/v1/completions", "{}")), 401, "key");
-    refused(ask(server, http("POST", "/v1/completions", "{}", "Authorization: Bearer secreT\r\n")), 401, "key");
-    refused(ask(server, http("GET", "/metrics")), 401, "key");
-    CHECK(ask(server, http("GET", "/health")).status == 200);
+    for (const char* const other : {"secreT", "secre", "secretsecret", ""})
+        refused(ask(server, http("POST", "/v1/completions", "{}", concat("Authorization: Bearer ", other, "\r\n"))),
+                401, "key");
+    for (const std::string& path :
+         {std::string("/metrics"), std::string("/engine"), std::string("/v1/models"), "/v1/models/" + model_folder()}) {
+        refused(ask(server, http("GET", path)), 401, "key");
+        CHECK(ask(server, http("GET", path, "", key)).status == 200);
+    }
+    const Reply health = ask(server, http("GET", "/health", "", "Range: bytes=0-3\r\nAccept-Encoding: gzip\r\n"));
+    CHECK(health.status == 200);
+    CHECK(health.body == "{\"status\": \"ok\"}");
+    CHECK(ask(server, "HEAD /health HTTP/1.1\r\nConnection: close\r\n\r\n").status == 200);
     refused(ask(server, http("GET", "/v2")), 404, "nothing at /v2");
     const Reply wrong_method = ask(server, http("GET", "/v1/completions"));
     refused(wrong_method, 405, "use POST");
@@ -499,14 +541,25 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     for (const char* const length : {"27", "027", "27;name=value"})
         CHECK(in_chunks(concat(length, "\r\n", body, end)).status == 200);
     CHECK(in_chunks("9\r\n" + body.substr(0, 9) + "\r\n1E\r\n" + body.substr(9) + end).status == 200);
-    for (const char* const length : {"0x27", "+27", " 27", "27 or so", "-5", "27;a\nb", ""})
+    for (const char* const length : {"0x27", "+27", " 27", "27 or so", "-5", "27;a\nb", "", "0000000000000027"})
         refused(in_chunks(concat(length, "\r\n", body, end)), 400, "no HTTP request");
+    refused(in_chunks("7d1\r\n" + std::string(2001, ' ') + end), 413, "2000 bytes");
     refused(in_chunks("27\n" + body + end), 400, "no HTTP request");
     refused(in_chunks("27\r\n" + body + " " + end), 400, "no HTTP request");
     refused(in_chunks("27\r\n" + body + "\r\n0;" + std::string(2000, 'x') + "\r\n\r\n"), 400, "no HTTP request");
     refused(ask(server, "GET /health HTTP/1.1\r\nX: " + std::string(100000, 'x') + "\r\n\r\n"), 431, "headers");
     refused(ask(server, std::string(100000, 'x')), 431, "headers");  // no end of the first line
     refused(ask(server, "hello\r\n\r\n"), 400, "no HTTP request");
+    // Each request of a connection has limits of its own, and is told of its mistake.
+    std::string wide = "GET /health HTTP/1.1\r\n";
+    for (int i = 0; i < 10; ++i) wide += "X: " + std::string(4000, 'x') + "\r\n";
+    wide += "\r\n";
+    Client again(server, wide + wide + std::string(100000, 'x'));
+    const std::string replies = again.read_all();
+    const size_t ok = replies.find("{\"status\": \"ok\"}");
+    REQUIRE(ok != std::string::npos);
+    CHECK(replies.find("{\"status\": \"ok\"}", ok + 1) != std::string::npos);
+    CHECK(replies.find("HTTP/1.1 431 ") != std::string::npos);
     // The answer would take longer than --request-timeout.
     refused(post(R"({"prompt": "a", "max_tokens": 3900, "ignore_eos": true})"), 504, "not complete after 0.2 seconds");
 
@@ -521,7 +574,7 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     Client waiting(server, "GET /health HTTP/1.1\r\n\r\n");
     CHECK(waiting.read_until("ok").find("Keep-Alive: timeout=1\r\n") != std::string::npos);
     const std::string metrics = ask(server, http("GET", "/metrics", "", key)).body;
-    for (const char* const failures : {"{status=\"431\"} 2\n", "{status=\"408\"} 2\n"})
+    for (const char* const failures : {"{status=\"431\"} 3\n", "{status=\"408\"} 2\n"})
         CHECK(metrics.find(failures) != std::string::npos);
 }
 
@@ -545,6 +598,10 @@ TEST_CASE("a client that goes away frees its pages; too many clients are refused
         for (const json& run : engine["pages"])
             pages += run[0] == engine["requests"][0]["id"] ? as<int64_t>(run[2]) : 0;
         CHECK(pages == engine["pages_used"]);
+        int64_t kept = 0;
+        for (const json& run : engine["pages"]) kept += run[0] == -1 ? as<int64_t>(run[2]) : 0;
+        CHECK(kept > 0);
+        CHECK(kept == engine["pages_kept"]);
         client.leave();
         CHECK(becomes(server, "llm_running", 0));
         CHECK(metric(server, "llm_pages_used") == 0);
@@ -560,6 +617,23 @@ TEST_CASE("a client that goes away frees its pages; too many clients are refused
         const Reply reply = parsed(client.read_all());
         CHECK(reply.status == (streams ? 200 : 400));
         CHECK(reply.body.find("closed for writing before the answer was complete") != std::string::npos);
+    }
+
+    {
+        // Of two prompts the second needs more pages than there are (400): the first does not go on alone.
+        json both =
+            value({{"prompt", std::vector<std::string>{"a", std::string(40, 'a')}}, {"n", 2}, {"max_tokens", 3180}});
+        CHECK(becomes(server, "llm_running", 0));
+        CHECK(as<std::string>(complete(server, both).object()["error"]["message"]).find("need 402 pages") !=
+              std::string::npos);
+        CHECK(metric(server, "llm_running") + metric(server, "llm_waiting") == 0);
+        // In the place that is left there is no room for two answers: two prompts would wait.
+        Client runs(server, http("POST", "/v1/completions", dumped(kLong)));
+        runs.read_until("data: ");
+        both["max_tokens"] = 2;
+        CHECK(complete(server, both).status == 429);
+        runs.leave();
+        CHECK(becomes(server, "llm_running", 0));
     }
 
     json two = kLong;  // answers: one request has all places
