@@ -92,9 +92,11 @@ TEST_CASE("A folder's chat template is recognised by what its description mentio
     }
     const std::string all = chat_template_names();
     CHECK(std::ssize(found) == std::count(all.begin(), all.end(), ',') + 1);
-    spit(folder / "chat_template.jinja", "{#- don't #}\r\n  {% if m %}\n\n    {%- set x = '%}' -%}\n    " +
+    spit(folder / "chat_template.jinja", "{#- don't #}\r\n  {% if m %}\n\n    {%- set x = '%}' + \"%}\" -%}\n    " +
                                              chatml_and("{{- {'a': {'}}': ''}}['a']['\\'}}'] }}\n  {%- endif %}\n"));
     CHECK(form_in(folder) == "chatml");  // white space that Jinja takes away
+    spit(folder / "chat_template.jinja", chatml_and("") + "\n");
+    CHECK(form_in(folder) == "chatml");  // also the last line end, behind an expression
 
     const std::string unknown[] = {
         "{{ '<start_of_turn>' + m.role }}",                                               // Gemma
@@ -137,7 +139,7 @@ TEST_CASE("A chat template is described in either file of a folder, or nowhere",
     const std::string llama3 = "{{ '<|start_header_id|>' + m.role }}{{ m.content | trim }}";
     const JsonText tools = {{"name", "tool_use"}, {"template", "tools"}},
                    chat = {{"name", "default"}, {"template", llama3}};
-    config["chat_template"] = value(JsonText::array({tools, chat}));
+    config["chat_template"] = value(JsonText::array({tools, chat, tools}));
     spit(folder / "tokenizer_config.json", dumped(config));
     CHECK(form_in(folder) == "llama3");
     spit(folder / "chat_template.jinja", chatml_and(""));  // the file by itself comes first
