@@ -415,6 +415,23 @@ TEST_CASE("the text of an answer goes on from the prompt, and ends before the fi
     CHECK(requests.unfinished().empty());
 }
 
+TEST_CASE("the loss of a text is the mean over its windows, of which the last may be shorter", "[inference][engine]") {
+    EngineOptions options;
+    options.cache.n_pages = 4, options.scheduler.max_sequences = 1;
+    LoadedModel m("test/golden/gpt2", "", DType::f32, WeightFormat::none, options);
+    m.load();
+    const std::vector<int32_t> tokens = random_tokens(20, m.config.V, 3);
+    const Perplexity all = evaluate_text(m, tokens, 8);
+    CHECK(all.tokens == 19);
+    double sum = 0;
+    for (const auto& [first, n] : {std::pair<size_t, size_t>{0, 9}, {8, 9}, {16, 4}}) {
+        const Perplexity one = evaluate_text(m, std::span(tokens).subspan(first, n), 100);
+        CHECK(one.tokens == static_cast<int64_t>(n) - 1);
+        sum += one.loss * static_cast<double>(one.tokens);
+    }
+    CHECK(std::abs(all.loss - sum / 19) < 1e-12);
+}
+
 TEST_CASE("a sample of a training run may be longer than its sequences", "[inference][engine]") {
     const Config config = small_llama();
     const ModelWithMemory m(config, 16);
