@@ -117,7 +117,7 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
     const std::string in = folder / "in.jsonl", out = folder / "out.jsonl";
     spit(in,
          "{\"id\": \"a\", \"prompt\": \"Line\", \"tokens\": 5, \"logprobs\": 2, \"prompt_logprobs\": "
-         "true}\n\n{\"prompt_ids\": [1, 2, 3], "
+         "true}\r\n\r\n{\"prompt_ids\": [1, 2, 3], "
          "\"tokens\": 7, \"temperature\": 0, \"logit_bias\": {\"9\": 100}}\n"
          "{\"id\": 9, \"prompt\": \"x\", \"tokens\": 4, \"samples\": 2, \"seed\": 5}\n");
     const std::string call = "--batch " + in + " --out " + out;
@@ -162,6 +162,9 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
     }
     CHECK(generate(call).status == 0);
     CHECK(slurp(out) == whole);
+    spit(out, whole + "{");  // cut off behind the first byte
+    CHECK(generate(call).status == 0);
+    CHECK(slurp(out) == whole);
     // More answers to a request that is done: those that are missing.
     std::string more = slurp(in);
     spit(folder / "more", more.replace(more.find("\"samples\": 2"), 12, "\"samples\": 3"));
@@ -190,7 +193,7 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
              "{\"id\": 0, \"prompt\": \"a\", \"max_tokens\": 7}\n{\"id\": 1e30, \"prompt\": \"a\"}\n" +
              "{\"id\": true, \"prompt\": \"a\"}\n{\"id\": [1], \"prompt\": \"a\"}\n{\"id\": {}, \"prompt\": \"a\"}\n" +
              "{\"prompt\": \"a\", \"prompt_logprobs\": true}\n{\"prompt\": \"a\", \"tokens\": 0}\n" +
-             "{\"prompt\": \"a\", \"samples\": 1000}\n");
+             "{\"prompt\": \"a\", \"samples\": 1000}\n{\"prompt\": \"a\", \"samples\": 0}\n");
     const Outcome refused = generate(call);
     CHECK(refused.status == 1);
     CHECK(slurp(out) == whole);
@@ -206,7 +209,8 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
     CHECK_THAT(refused.err, ContainsSubstring("line 14: \"prompt_logprobs\" needs \"logprobs\", too"));
     CHECK_THAT(refused.err, ContainsSubstring("line 15: an answer has at least one token"));
     CHECK_THAT(refused.err, ContainsSubstring("line 16: 1000 answers to a prompt"));
-    CHECK_THAT(refused.out, ContainsSubstring("0 answers, 3 requests done before, 12 refused; 0 prompt tokens"));
+    CHECK_THAT(refused.err, ContainsSubstring("line 17: an answer has at least one token"));
+    CHECK_THAT(refused.out, ContainsSubstring("0 answers, 3 requests done before, 13 refused; 0 prompt tokens"));
 }
 
 // The weights of this model cannot be read. A mistake in a file, a prompt or an address is told before that is known.
@@ -225,7 +229,8 @@ TEST_CASE("what cannot be used is told before the weights are read, and a file s
         CHECK(std::count(outcome.err.begin(), outcome.err.end(), '\n') == 1);
     };
     const std::string batch = "--batch " + in + " --out ";
-    for (const std::string text : {"a text of a person", "{\"id\": 7, \"prompt\": \"y\"}", "{\"id\": 7}\n{\"id\":"}) {
+    for (const std::string text : {"a text of a person", "{\"id\": 7, \"prompt\": \"y\"}",
+                                   "{\"id\": 7}\n{\"id\":", "{\"finish_reason\": \"stop\"}\n{\"id\":"}) {
         spit(out, text);  // without a line end, as a killed batch leaves its file
         refused(batch + out, "this line is no answer of a batch");
         CHECK(slurp(out) == text);
@@ -244,6 +249,9 @@ TEST_CASE("what cannot be used is told before the weights are read, and a file s
     refused("--eval " + (folder / "no"), "No such file or directory; check the path");
     spit(folder / "empty", "");
     refused("--eval " + (folder / "empty"), "the text has 0 tokens, and at least 2 are needed");
+    spit(folder / "one", "x");
+    refused("--eval " + (folder / "one"), "the text has 1 tokens, and at least 2 are needed");
+    refused("--eval " + in + " --tokenizer test/golden/tokenizer/gpt2", "its tokenizer is another one");
     refused("--prompt a --logit-bias 256:1", "logit_bias names token 256, but the model's tokens are 0 to 255");
     refused("--prompt-ids 1,300", "the prompt has the token 300, but the model knows 0 to 255");
     refused("--prompt a --cache-pages 1 --samples 2", "need 2 pages of the cache, which has 1");
