@@ -124,6 +124,7 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
     const Outcome first = generate(call + " --draft " + trained_run() + " --pictures " + (folder / "pictures"));
     INFO(first.err);
     CHECK(first.status == 0);
+    CHECK_THAT(first.out, ContainsSubstring("; 8 prompt tokens and 20 answer tokens in "));
     CHECK_THAT(first.out, ContainsSubstring("100.0% of "));  // the draft is the model itself
     CHECK_THAT(first.out, ContainsSubstring("% hold tokens") && ContainsSubstring("contiguous  slots of 256 rows"));
     CHECK(slurp(folder / "pictures/batching.png").substr(1, 3) == "PNG");
@@ -140,6 +141,7 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
     CHECK_FALSE(answers["3null"].isMember("logprobs"));
     const json scored = answers["\"a\"null"]["prompt_logprobs"];
     CHECK(scored["tokens"] == value(std::vector{"L", "i", "n", "e"}));
+    CHECK(scored["text_offset"] == value(std::vector{0, 1, 2, 3}));
     CHECK((scored["token_logprobs"][0].isNull() && as<double>(scored["token_logprobs"][3]) <= 0));
     CHECK(answers["90"]["text"] != answers["91"]["text"]);
     CHECK(answers["90"]["finish_reason"] == "length");
@@ -193,7 +195,8 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
              "{\"id\": 0, \"prompt\": \"a\", \"max_tokens\": 7}\n{\"id\": 1e30, \"prompt\": \"a\"}\n" +
              "{\"id\": true, \"prompt\": \"a\"}\n{\"id\": [1], \"prompt\": \"a\"}\n{\"id\": {}, \"prompt\": \"a\"}\n" +
              "{\"prompt\": \"a\", \"prompt_logprobs\": true}\n{\"prompt\": \"a\", \"tokens\": 0}\n" +
-             "{\"prompt\": \"a\", \"samples\": 1000}\n{\"prompt\": \"a\", \"samples\": 0}\n");
+             "{\"prompt\": \"a\", \"samples\": 1000}\n{\"prompt\": \"a\", \"samples\": 0}\n" +
+             "{\"prompt\": \"a\", \"prompt_ids\": [1]}\n");
     const Outcome refused = generate(call);
     CHECK(refused.status == 1);
     CHECK(slurp(out) == whole);
@@ -210,7 +213,13 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
     CHECK_THAT(refused.err, ContainsSubstring("line 15: an answer has at least one token"));
     CHECK_THAT(refused.err, ContainsSubstring("line 16: 1000 answers to a prompt"));
     CHECK_THAT(refused.err, ContainsSubstring("line 17: an answer has at least one token"));
-    CHECK_THAT(refused.out, ContainsSubstring("0 answers, 3 requests done before, 13 refused; 0 prompt tokens"));
+    CHECK_THAT(refused.err, ContainsSubstring("line 18: give \"prompt\" or \"prompt_ids\", one of them"));
+    CHECK_THAT(refused.out, ContainsSubstring("0 answers, 3 requests done before, 14 refused; 0 prompt tokens"));
+    // Beams are not drawn.
+    spit(in, "{\"prompt\": \"a\", \"tokens\": 2}\n{\"prompt\": \"a\", \"temperature\": 1}\n");
+    const Outcome beams = generate("--beams 2 --batch " + in + " --out " + (folder / "beams"));
+    CHECK_THAT(beams.err, ContainsSubstring("line 2: \"temperature\": a request has no such field"));
+    CHECK(lines_of(folder / "beams").size() == 1);
 }
 
 // The weights of this model cannot be read. A mistake in a file, a prompt or an address is told before that is known.
@@ -293,7 +302,7 @@ TEST_CASE("a batch whose answers can be written but not read does not ask for th
 
 TEST_CASE("generate holds a conversation, plans, and tells a perplexity", "[generate][program]") {
     const TempFolder folder;
-    spit(folder / "said", "Hello\nHow are you?\n");
+    spit(folder / "said", "Hello\nHow are you?");
     const Outcome chat = generate("--chat --tokens 8 --temperature 0", "cat " + (folder / "said") + " | ");
     CHECK(chat.status == 0);
     CHECK(!chat.out.empty());
