@@ -265,6 +265,8 @@ TEST_CASE("what cannot be used is told before the weights are read, and a file s
     refused("--prompt-ids 1,300", "the prompt has the token 300, but the model knows 0 to 255");
     refused("--prompt a --cache-pages 1 --samples 2", "need 2 pages of the cache, which has 1");
     refused("--serve --host nobody.invalid", "--host nobody.invalid: no such address");
+    refused("--chat --temperature -1", "temperature is -1");
+    refused("--chat --template vicuna", "--template vicuna: use ");
     refused(batch + out, "model.safetensors");
     CHECK_FALSE(std::filesystem::exists(out));
     std::filesystem::create_symlink("answers", out);
@@ -306,8 +308,8 @@ TEST_CASE("generate holds a conversation, plans, and tells a perplexity", "[gene
     const Outcome chat = generate("--chat --tokens 8 --temperature 0", "cat " + (folder / "said") + " | ");
     CHECK(chat.status == 0);
     CHECK(!chat.out.empty());
-    // A message that is too long by itself costs nothing of the conversation.
-    spit(folder / "long", "Hello\n" + std::string(3000, 'x') + "\nHow are you?\n");
+    // A message that is too long by itself costs nothing of the conversation, nor does an empty line.
+    spit(folder / "long", "Hello\r\n\n" + std::string(3000, 'x') + "\nHow are you?\n");
     std::string kept = generate("--chat --tokens 8 --temperature 0", "cat " + (folder / "long") + " | ").out;
     CHECK(kept.find("left out") == std::string::npos);
     const size_t refusal = kept.find("(the prompt has ");
@@ -326,11 +328,13 @@ TEST_CASE("generate holds a conversation, plans, and tells a perplexity", "[gene
     CHECK(generate("--plan").out.find("while it is read") == std::string::npos);
     CHECK(generate("--plan").out.find("it does not fit") == std::string::npos);
     // Pages of 16 tokens, each of which takes at least 1024 bytes.
-    const Outcome large = generate(concat("--plan --cache-pages ", device_memory().all / (16 * 1024) + 1));
+    const std::string too_many = concat(" --cache-pages ", device_memory().all / (16 * 1024) + 1);
+    const Outcome large = generate("--plan" + too_many);
     CHECK_THAT(large.out + large.err, ContainsSubstring("  it does not fit: this device has "));
+    CHECK_THAT(generate("--prompt a" + too_many).err, ContainsSubstring(", and the device has "));
     CHECK_THAT(generate("--plan --weights int8").out, ContainsSubstring("and while it is read"));
     const Outcome plan = generate("--plan --max-sequences 3 --page-size 8 --draft " + trained_run());
-    CHECK_THAT(plan.out, ContainsSubstring("sequences of 128 tokens fit"));
+    CHECK_THAT(plan.out, ContainsSubstring(" 3 sequences of 128 tokens fit"));
     CHECK_THAT(plan.out, ContainsSubstring("weights of the draft"));
     // The model has seen this text for a few steps: better than the 256 of a model that knows nothing.
     spit(folder / "text", made_text(40));
