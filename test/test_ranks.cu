@@ -478,17 +478,28 @@ TEST_CASE("ranks that were started differently are refused by name", "[program][
         CHECK_THAT(run.err, ContainsSubstring("rank 1: " + words));
         CHECK(!std::filesystem::exists(folder / "run/log.csv"));
     }
-    // Their hosts have files of the same name and length.
-    for (const char* host : {"a", "b"}) {
+    // Their hosts have files of the same names and lengths.
+    for (const std::string host : {"a", "b"}) {
         std::filesystem::create_directories(folder / host);
         spit(folder / host + "/text.txt", slurp(text_file()) + host);
+        std::filesystem::copy_file("test/golden/llama/config.json", folder / host + "/config.json");
+        std::string weights = slurp("test/golden/llama/model.safetensors");
+        weights[weights.size() - 3] = host[0];
+        spit(folder / host + "/model.safetensors", weights);
     }
-    const std::string here = concat(" ", program, " --data text.txt", common);
-    const Outcome hosts =
-        run_shell(concat(mpirun_command(1), "-wdir ", folder / "a", here, " : -np 1 -wdir ", folder / "b", here));
-    INFO(hosts.out << hosts.err);
-    CHECK(hosts.status != 0);
-    CHECK_THAT(hosts.err, ContainsSubstring("rank 1: the checksum of the data is "));
+    std::string digits;  // for the 101 tokens of that model
+    for (int i = 0; i < 1000; ++i) digits += std::to_string(i);
+    spit(folder / "digits.txt", digits);
+    for (const auto& [flags, words] :
+         {std::pair<std::string, std::string>{" --data text.txt", "the checksum of the data is "},
+          {" --init . --data " + (folder / "digits.txt"), "the checksum of the weights of --init is "}}) {
+        const std::string here = concat(" ", program, flags, common);
+        const Outcome run =
+            run_shell(concat(mpirun_command(1), "-wdir ", folder / "a", here, " : -np 1 -wdir ", folder / "b", here));
+        INFO(run.out << run.err);
+        CHECK(run.status != 0);
+        CHECK_THAT(run.err, ContainsSubstring("rank 1: " + words));
+    }
     for (const auto& [flags, words] : {std::pair("--ranks 3 --batch 16", "--batch 16 cannot be divided among 3 ranks"),
                                        {"--ranks 2 --zero 4", "--zero 4"},
                                        {"--ranks 2 --zero 1 --dp-mode naive", "leave --zero out"},

@@ -231,6 +231,18 @@ std::vector<int32_t> RunData::prompt() const {
     return {token};
 }
 
+// Of the first bytes of each tensor: to read all of a large model once more would take long, and weights that were
+// trained otherwise differ everywhere.
+static std::string checksum_of_init(const TrainOptions& o) {
+    constexpr size_t most_bytes = 4096;
+    if (o.init.empty() || o.resume) return "";
+    const SafetensorsReader weights(o.init);
+    std::vector<uint64_t> sums;
+    for (const auto& [name, tensor] : weights.tensors())
+        sums.push_back(checksum(tensor.data, std::min(tensor.bytes, most_bytes)));
+    return checksum_text(checksum(sums.data(), sums.size() * sizeof(uint64_t)));
+}
+
 std::unique_ptr<RunFolder> settle_folder(Trainer& t, const RunData& data) {
     const bool first = t.world.rank == 0;
     std::string& out = t.options.out;
@@ -238,6 +250,7 @@ std::unique_ptr<RunFolder> settle_folder(Trainer& t, const RunData& data) {
     const DataIdentity& its = data.identity;
     if (t.world.size > 1)
         check_same_everywhere(t.world, {{"config.json", config_to_json(t.config)},
+                                        {"the checksum of the weights of --init", checksum_of_init(t.options)},
                                         {"the length of the data in tokens", concat(its.train_n, " and ", its.val_n)},
                                         {"the checksum of the data", concat(checksum_text(its.train_checksum), " and ",
                                                                             checksum_text(its.val_checksum))}});
