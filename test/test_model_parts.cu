@@ -7,6 +7,8 @@
 #include "ranks.h"
 #include "temp_folder.h"
 
+#include <numeric>
+
 namespace {
 
 constexpr int64_t kB = 2, kT = 11;
@@ -522,6 +524,47 @@ TEST_CASE("parts of a model on ranks of a pipeline are saved as the whole is, an
                 CHECK(read_text_file(folder.path + file) == read_text_file(whole_folder.path + file));
         }
     }
+}
+
+// Ranks send 2^18 numbers at a time, and a parameter is written 2^20 at a time.
+TEST_CASE("a parameter that is longer than a message is whole on the first rank", "[model]") {
+    Config config = small_llama();
+    config.F = 35008;
+    const int64_t n = config.F * config.C;
+    REQUIRE(n > 1 << 20);
+    std::vector<float> values(static_cast<size_t>(n));
+    std::iota(values.begin(), values.end(), 1.0f);
+    std::vector<ModelPart> parts(2, whole_model(config));
+    parts[0].blocks = {0}, parts[0].head = false;
+    parts[1].blocks = {1}, parts[1].embedding = false;
+    run_ranks(threads(2), [&](Comm& comm) {
+        const auto expect = [&](const std::vector<float>& here, const char* from) {
+            check(comm.rank != 0 || here == values, from, ": other values");
+        };
+        DataParallel shards(comm, {.zero = 3});
+        TensorParallel columns(comm, tensor_layout(TensorMode::one_d, comm.rank, 2, false, 0), config.K);
+        PipelineRanks stages(comm, config, parts);
+        Arena weights("weights"), grads("gradients"), masters("masters"), staging("staging");
+        Model model;
+        for (int pass = 0; pass < 2; ++pass) {
+            model = build_model(config, {}, kT, weights, grads, masters, shards.sharding(1024), {}, ModelPart{{0}});
+            shards.take_memory(model, 1, {}, staging);
+            columns.take_memory({.N = 1, .C = 1, .dtype = DType::f32, .grad_dtype = DType::f32}, staging);
+            stages.take_memory(staging);
+            if (pass == 0)
+                for (Arena* arena : {&weights, &grads, &masters, &staging}) arena->reserve();
+        }
+        for (const Param& param : model.params) {
+            if (param.value.n() != n) continue;
+            model.write(param, values);
+            expect(shards.read(model, param), "ZeRO 3");
+        }
+        const int64_t half = config.F / 2;
+        Param cut;
+        cut.cut = {config.F, config.C, {{comm.rank * half, half}}, 0, config.C};
+        expect(columns.collect(cut, cut_from(cut, values)), "--tp");
+        expect(stages.bring(values, n, 1), "--pp");
+    });
 }
 
 TEST_CASE("where the folder of a model cannot be made, what the other ranks send is received all the same", "[model]") {
