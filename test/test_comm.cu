@@ -203,6 +203,13 @@ TEST_CASE("ranks wait longer for one that reads or writes a model", "[comm]") {
             if (world.rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(300));
         });
     });
+    // And no longer than before when that is done.
+    const std::string error = error_of(options, [](Comm& world) {
+        world.patiently([] {});
+        if (world.rank == 0) std::this_thread::sleep_for(std::chrono::milliseconds(400));
+        gather_numbers(world, {1});
+    });
+    CHECK_THAT(error, ContainsSubstring("all_gather #0 of world at step 0 has waited 0."));
 }
 
 TEST_CASE("a mesh: who is where, and with whom", "[comm]") {
@@ -236,6 +243,18 @@ TEST_CASE("a mesh: who is where, and with whom", "[comm]") {
           "         dp 1                tp 0   tp 1   \n"
           "               pp 0          4      5      \n"
           "               pp 1          6      7      \n");
+    // With more axes there is a table for each place along all but the last two.
+    RankOptions plan = threads(24);
+    plan.planning = true;
+    run_ranks(plan, [&](Comm& world) {
+        picture = Mesh(world, {{"dp", 2}, {"pp", 3}, {"cp", 2}, {"tp", 2}}).picture();
+    });
+    std::string titles;
+    std::istringstream lines(picture);
+    for (std::string line; std::getline(lines, line);)
+        if (line.find("tp 1") != std::string::npos) titles += line.substr(9, 10) + ", ";
+    CHECK(titles == "dp 0  pp 0, dp 0  pp 1, dp 0  pp 2, dp 1  pp 0, dp 1  pp 1, dp 1  pp 2, ");
+    CHECK_THAT(picture, ContainsSubstring("cp 1          22     23"));
     CHECK_THAT(error_of(threads(4),
                         [](Comm& world) {
                             Mesh(world, {{"dp", 3}, {"tp", 1}});
@@ -356,6 +375,22 @@ TEST_CASE("by NCCL a rank that does not come is named, and no other", "[comm][nc
     });
     CHECK_THAT(in_group, ContainsSubstring("rank 2: recv of world at step 0 has waited 0."));
     CHECK_THAT(in_group, ContainsSubstring(" for a message from rank 0; missing: rank 0 (last seen after barrier #0"));
+}
+
+// What a group has put on its stream, it has put there when the group ends: strict mode would report a race.
+TEST_CASE("by NCCL a call on another stream waits for the messages of a group", "[comm][nccl]") {
+    run_ranks(by_nccl(2), [](Comm& world) {
+        comm_check::Buffer x(DType::i32, 10), y(DType::i32, 10);
+        const comm_check::CommMemory memory(world, 10);
+        const cudaStream_t second = make_stream();
+        world.group_start();
+        world.send(x, 1 - world.rank, device().stream);
+        world.recv(y, 1 - world.rank, device().stream);
+        world.group_end();
+        world.all_reduce(y, second);
+        cudaCheck(cudaDeviceSynchronize());
+        cudaCheck(cudaStreamDestroy(second));
+    });
 }
 
 TEST_CASE("by NCCL a communicator with calls under way can be split", "[comm][nccl]") {
