@@ -9,6 +9,7 @@
 #include <atomic>
 #include <chrono>
 #include <mutex>
+#include <numeric>
 #include <set>
 #include <sstream>
 #include <thread>
@@ -95,6 +96,34 @@ TEST_CASE("a million numbers and three", "[comm]") {
     if (strict()) SKIP_TEST("strict mode has looked at the same code at smaller sizes");
     const int n = GENERATE(2, 7);
     run_ranks(threads(n), [](Comm& world) { comm_check::check_all(world, {1'000'003}, device().stream); });
+}
+
+TEST_CASE("the memory of a call is enough for a shorter one, of which a rank has a longer piece", "[comm]") {
+    const int n = GENERATE(2, 4, 8);
+    std::vector<int> all(static_cast<size_t>(n));
+    std::iota(all.begin(), all.end(), 0);
+    run_ranks(threads(n), [&](Comm& world) {
+        // As the last rank has of 1024 numbers, and not of 1030.
+        const auto try_it = [&](DType dtype, const auto& call) {
+            Arena arena("communication");
+            const auto comm = world.split(all, "one call");
+            comm->count_memory([&] { call(*comm, make_tensor(nullptr, dtype, {1030})); });
+            comm->take_memory(arena), arena.reserve(), comm->take_memory(arena);
+            const comm_check::Buffer x(dtype, 1024);
+            comm_check::fill(x, std::vector<float>(1024, 1), device().stream);
+            call(*comm, x);
+            const std::vector<float> sums = comm_check::read(x, device().stream);
+            check(comm->rank != 0 || sums == std::vector<float>(1024, static_cast<float>(n)), "other sums");
+        };
+        for (const DType dtype : {DType::f32, DType::bf16}) {
+            for (const AllReduce algorithm : comm_check::kAlgorithms)
+                try_it(dtype, [&](Comm& comm, const Tensor& x) {
+                    comm.algorithm = algorithm;
+                    comm.all_reduce(x, device().stream);
+                });
+            try_it(dtype, [](Comm& comm, const Tensor& x) { comm.reduce(x, x, ReduceOp::sum, 0, device().stream); });
+        }
+    });
 }
 
 TEST_CASE("two levels: machines of equal and of different numbers of ranks", "[comm]") {
@@ -191,6 +220,22 @@ TEST_CASE("hosts meet: none goes on before all have come, whatever is in the str
         }
     });
     CHECK(come == 100);
+}
+
+TEST_CASE("hosts tell each other more than their buffer holds at a time", "[comm]") {
+    std::string text;
+    std::vector<int64_t> numbers;
+    for (int i = 0; i < 10'000; ++i) text += static_cast<char>(i * i % 251), numbers.push_back((int64_t{i} << 40) - i);
+    run_ranks(threads(3), [&](Comm& world) {
+        check(broadcast_text(world, world.rank == 0 ? text : "") == text, "another text");
+        std::vector<int64_t> mine = numbers;
+        mine[7'000] = world.rank;
+        const auto rows = gather_numbers(world, mine);
+        for (int64_t r = 0; r < world.size; ++r) {
+            mine[7'000] = r;
+            check(rows[static_cast<size_t>(r)] == mine, "other numbers of rank ", r);
+        }
+    });
 }
 
 TEST_CASE("ranks wait longer for one that reads or writes a model", "[comm]") {
