@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(256) orthonormalise_kernel(float* p, float* al
             for (int64_t row = threadIdx.x; row < R; row += blockDim.x) p[row * r + k] -= dot * p[row * r + j];
         }
         const float after = column_dot(p, R, r, k, k, scratch);
-        const bool dead = before < INFINITY && after <= 1e-6f * before;  // not for NaN, which has to be seen
+        const bool dead = after <= 1e-6f * before;  // not for NaN, which has to be seen
         const float scale = dead ? 0.0f : 1.0f / sqrtf(after);
         for (int64_t row = threadIdx.x; row < R; row += blockDim.x) p[row * r + k] *= scale;
         if (threadIdx.x == 0) alive[k] = dead ? 0.0f : 1.0f;
