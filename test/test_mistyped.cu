@@ -156,6 +156,8 @@ TEST_CASE("flags that say the same twice are no mistake", "[mistyped]") {
     CHECK(parse({"--optimizer", "muon"}).optimizer_options.ns_dtype == DType::f32);
     CHECK(parse({"--optimizer", "muon", "--dtype", "fp16"}).optimizer_options.ns_dtype == DType::bf16);
     CHECK(parse({"--plan", "--device-spec", "h100"}).device_spec == "h100");
+    // A loss scale that starts above the largest of others may stay there.
+    CHECK(parse({"--dtype", "fp16", "--loss-scale-start", "33554432"}).loss_scale.largest == 0x1p25);
     CHECK(parse({"--steps", "20", "--trace", "1,20"}).ranks.trace == "1,20");
 }
 
