@@ -155,6 +155,16 @@ TEST_CASE("a disk without room for the checkpoints is found at the start", "[pro
     INFO(outcome.err);
     CHECK(one_line_with(line_of(outcome), "the disk of " + folder.path, "1000000000 checkpoints at once", "--keep 1"));
     CHECK(train("--steps 1e15 --stop-after 2 --out " + (folder / "two")).status == 0);  // the logs of two steps
+    // The last step is saved, too. A new checkpoint is written before an old one goes, and the best stays beside those
+    // that are kept. What a resumed run has already needs no more room.
+    const std::pair<std::string, const char*> counts[] = {
+        {"--steps 1000000001 --save-every 2 --keep 0 --out " + (folder / "a"), " 500000001 checkpoints at once"},
+        {"--steps 2e9 --save-every 1 --keep 1e9 --out " + (folder / "a"), " 1000000001 checkpoints at once"},
+        {"--steps 2e9 --save-every 1 --keep 1e9 --keep-best --out " + (folder / "a"),
+         " 1000000002 checkpoints at once"},
+        {"--steps 2e9 --save-every 1 --keep 1e9 --resume --out " + (folder / "two"),
+         " 1000000000 checkpoints at once"}};
+    for (const auto& [flags, count] : counts) CHECK_THAT(line_of(train(flags)), ContainsSubstring(count));
     CHECK_FALSE(std::filesystem::exists(folder / "a"));
     // What it says of the size of a checkpoint, with a large tokenizer, is what one takes.
     std::filesystem::create_directories(folder / "tokenizer");
