@@ -105,7 +105,6 @@ bool Pipeline::check_update(int64_t step, const BatchReader& data, cudaStream_t 
         for (size_t i = 0; i < before_.size(); ++i)
             copy_tensor(updated_[i].view({updated_[i].n()}), before_[i], stream);
         update_weights(t_, step);
-        after(numbers_stream_, stream);  // before the next step's numbers come to where these are
         ++n_put_back_;
     }
     t_.totals = totals_;
