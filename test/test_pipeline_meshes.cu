@@ -47,14 +47,18 @@ TEST_CASE("a run with --pp has the same bits in strict mode", "[program][ranks][
     if (!device().is_cpu) SKIP_TEST("strict mode is the CPU device's");
     Runs runs;
     int seed = 0;
-    for (const std::string mesh :
-         {"--ranks 3 --pp 3 --pipeline zb-h1 ", "--ranks 4 --pp 2 --tp 2 --sp --pipeline zb-v ",
-          "--ranks 4 --pp 2 --zero 1 --recompute 1 ",
-          // Updates are put back, and made again.
-          "--ranks 4 --pp 2 --zero 1 --pipeline zb-v --clip 0.1 --steps 3 --val-every 0 "}) {
+    for (const auto& [model, mesh] :
+         {std::pair<std::string, std::string>{"deep-gpt2", "--ranks 3 --pp 3 --pipeline zb-h1 "},
+          {"deep-gpt2", "--ranks 4 --pp 2 --tp 2 --sp --pipeline zb-v "},
+          {"deep-gpt2", "--ranks 4 --pp 2 --zero 1 --recompute 1 "},
+          // Updates that are put back, and made again; and those of several versions of the weights.
+          {"deep-gpt2", "--ranks 4 --pp 2 --zero 1 --pipeline zb-v --clip 0.1 --steps 3 --val-every 0 "},
+          {"deep-qwen3",
+           "--ranks 4 --pp 2 --zero 1 --pipeline 2bw --clip 0 --steps 3 --flush-every 3 --val-every 0 --save-every "
+           "0 "}}) {
         const std::string flags = "--micro-batch 3 --steps 2 --warmup 1 --val-every 1 --comm-timeout 30 " + mesh;
         INFO(flags << "seed " << ++seed);
-        const std::string strict = runs.run("deep-gpt2", flags, concat("CUDA_CPU_STRICT=", seed, " "));
-        CHECK(log_without_times(strict) == log_without_times(runs.run("deep-gpt2", flags)));
+        const std::string strict = runs.run(model, flags, concat("CUDA_CPU_STRICT=", seed, " "));
+        CHECK(log_without_times(strict) == log_without_times(runs.run(model, flags)));
     }
 }
