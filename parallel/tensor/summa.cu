@@ -226,27 +226,24 @@ class Summa : public ColumnGeometry {
         fetch_when_free(0);
         for (int k = 0; k < q_; ++k) {
             if (k + 1 < q_) fetch_when_free(k + 1);
+            // Then the products of step k - 2, too, have been added, whose buffers this step writes.
             cudaCheck(cudaStreamWaitEvent(stream, fetched_[k % 2], 0));
-            if (reduce && k >= 2) cudaCheck(cudaStreamWaitEvent(stream, reduced_[k % 2], 0));
             use(k);
             cudaCheck(cudaEventRecord(used_[k % 2], stream));
             if (!reduce) continue;
             cudaCheck(cudaStreamWaitEvent(comm_stream_, used_[k % 2], 0));
             reduce(k);
-            cudaCheck(cudaEventRecord(reduced_[k % 2], comm_stream_));
         }
         cudaCheck(cudaEventRecord(start_, comm_stream_));
         cudaCheck(cudaStreamWaitEvent(stream, start_, 0));
     }
-    std::array<cudaEvent_t*, 7> events() {
-        return {&start_, &fetched_[0], &fetched_[1], &used_[0], &used_[1], &reduced_[0], &reduced_[1]};
-    }
+    std::array<cudaEvent_t*, 5> events() { return {&start_, &fetched_[0], &fetched_[1], &used_[0], &used_[1]}; }
 
     const int q_, i_, j_;
     const Part depth_part_;
     Comm &group_, &row_, &column_;
     cudaStream_t comm_stream_;
-    cudaEvent_t start_ = nullptr, fetched_[2] = {}, used_[2] = {}, reduced_[2] = {};
+    cudaEvent_t start_ = nullptr, fetched_[2] = {}, used_[2] = {};
     std::array<Tensor, 2> inputs_, weights_, partial_;
     Tensor sum_, lookup_scratch_, whole_rows_;
 };
