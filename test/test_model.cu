@@ -287,6 +287,12 @@ TEST_CASE("a name or a word of a Hugging Face folder with a line end is told in 
     write_safetensors(folder.path + "/model.safetensors", tensors);
     TinyTrainer m(load_config(kGolden + "llama_tied"), 1, 8);
     CHECK(one_line_with(error_of([&] { load_weights(m.model, folder.path); }), "tensor \"ex\\ntra\" belongs to no"));
+    // Buffers of old files beside the weights.
+    for (const char* name : {"h.0.attn.bias", "h.0.attn.masked_bias", "model.layers.0.self_attn.rotary_emb.inv_freq"}) {
+        tensors[0].name = name;
+        write_safetensors(folder.path + "/model.safetensors", tensors);
+        CHECK(error_of([&] { load_weights(m.model, folder.path); }) == "");
+    }
     const std::string config = read_text_file(kGolden + "llama_biases/config.json");
     for (const char* word : {"\"llama\"", "\"silu\"", "\"linear\""}) {
         std::string text = config;
@@ -690,6 +696,33 @@ TEST_CASE("configurations of transformers: what is not supported is said", "[mod
     CHECK_THROWS_WITH(mistral_with("chunked", "chunked"), ContainsSubstring("only where all are full_attention"));
     CHECK(load("qwen2_window", "\"use_sliding_window\": true", "\"use_sliding_window\": false").window == 0);
     CHECK(load("qwen3", "\"head_dim\": 12,", "").D == 128);
+    const auto with_sizes_alone = [&](const std::string& type, const std::string& more) {
+        write_text_file(
+            folder.path + "/config.json",
+            concat("{\"model_type\": \"", type, "\", \"vocab_size\": 300, \"hidden_size\": 128, ",
+                   "\"intermediate_size\": 96, \"num_hidden_layers\": 30, \"num_attention_heads\": 64", more, "}"));
+        return load_config(folder.path);
+    };
+    const std::string latents = R"(, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4, "v_head_dim": 8, "first_k_dense_replace": 30)";
+    const struct {
+        const char* type;
+        int64_t T_max, K, D, window;
+        std::string more = "";
+    } defaults[] = {{"llama", 2048, 64, 2, 0},
+                    {"mistral", 131072, 8, 2, 4096},
+                    {"qwen2", 32768, 32, 2, 0},
+                    {"qwen3", 32768, 32, 128, 0},
+                    {"deepseek_v2", 2048, 64, 12, 0, latents},
+                    {"deepseek_v3", 4096, 64, 12, 0, latents}};
+    for (const auto& [type, T_max, K, D, window, more] : defaults) {
+        INFO(type);
+        const Config c = with_sizes_alone(type, more);
+        CHECK((c.T_max == T_max && c.K == K && c.D == D && c.window == window && !c.tied));
+        CHECK((c.norm_eps == 1e-6 && c.init_std == 0.02 && c.rope_base == 10000 && !c.rope_scaling.acts()));
+    }
+    const Config qwen2 = with_sizes_alone("qwen2", R"(, "use_sliding_window": true)");
+    CHECK((qwen2.window == 4096 && qwen2.n_full_layers == 28));
     CHECK(load("qwen2", "\"num_key_value_heads\": 1,", "\"num_key_value_heads\": null,").K == 5);
     // Of the older and the newer key the older one counts, unless there is nothing in it.
     const std::string older = "\"rope_scaling\": {\"type\": \"linear\", \"factor\": 3.5}, \"use_cache\"";
