@@ -386,3 +386,28 @@ TEST_CASE("weight gradients of divided layers, computed later, have the same bit
                     }
                 }
 }
+
+TEST_CASE("rows that were gathered beside a product are used once", "[tensor_parallel]") {
+    run_ranks(threads(2), [](Comm& comm) {
+        OneD layers(comm);
+        Arena arena("communication");
+        for (int pass = 0; pass < 2; ++pass) {
+            layers.take_memory(2, 1, DType::f32, true, false, arena), comm.take_memory(arena);
+            if (pass == 0) arena.reserve();
+        }
+        const Buffer rows(DType::f32, {1, 1});
+        const cudaStream_t stream = device().stream;
+        for (const float x : {1.0f, 2.0f, 3.0f}) {  // other rows in the same place
+            const float mine = x + 10 * static_cast<float>(comm.rank);
+            copy_to_device(rows, &mine);
+            if (x == 1) layers.prefetch(rows, true, stream);
+            layers.enter_backward_weight(
+                rows, true,
+                [&](const Tensor& all) {
+                    cudaCheck(cudaStreamSynchronize(stream));
+                    check(to_floats(all) == std::vector<float>{x, x + 10}, "other rows");
+                },
+                stream);
+        }
+    });
+}
