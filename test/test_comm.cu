@@ -357,12 +357,14 @@ TEST_CASE("a rank that fails ends the job with its rank and its reason", "[comm]
     CHECK_THAT(error_of(threads(3), [&](Comm& world) { step(world, world.rank == 1 ? 300 : 400); }),
                ContainsSubstring("all_reduce #0 of world at step 0 expects"));
 
-    // One rank does not come: the others do not wait for ever, and know whom they miss.
+    // One rank does not come: the others do not wait for ever, and know whom they miss, also behind communicators that
+    // have come and gone.
     RankOptions options = threads(3);
     options.timeout_s = 0.3;
     std::string text;
     CHECK(seconds([&] {
               text = error_of(options, [&](Comm& world) {
+                  for (int i = 0; i < 70; ++i) world.split({0, 1, 2}, "short")->barrier(device().stream);
                   world.set_step(7);
                   step(world, 100);
                   if (world.rank == 1) std::this_thread::sleep_for(std::chrono::seconds(2));
@@ -371,6 +373,7 @@ TEST_CASE("a rank that fails ends the job with its rank and its reason", "[comm]
           }) < 30);
     CHECK_THAT(text, ContainsSubstring("all_reduce #1 of world at step 7 has waited 0.3"));
     CHECK_THAT(text, ContainsSubstring("missing: rank 1 (last seen after all_reduce #0 of world at step 7"));
+    CHECK(text.find(" s ago), rank") == std::string::npos);
     // A message that is never sent.
     text = error_of(options, [&](Comm& world) {
         comm_check::Buffer x(DType::f32, 10);
