@@ -421,6 +421,14 @@ TEST_CASE("an asynchronous pipeline belongs to a run, a synchronous one does not
                ContainsSubstring("--flush-every 1 differs"));
     CHECK(train_pipeline(out + "--ranks 2 --resume").status == 0);  // its flags are those of the checkpoint
 
+    // 2BW's gradients are one step old on any number of ranks.
+    const std::string two = " --out " + (folder / "two ");
+    REQUIRE(train_pipeline(small + two +
+                           "--ranks 2 --pp 2 --pipeline 2bw --micro-batches 4 --clip 0 --flush-every 2 --save-every 2 "
+                           "--val-every 2")
+                .status == 0);
+    CHECK(train_pipeline(two + "--ranks 4 --pp 4 --resume").status == 0);
+
     REQUIRE(train_pipeline(small + other_out + "--ranks 2 --pp 2 --pipeline zb-v --micro-batches 4 --clip 0").status ==
             0);
     CHECK_THAT(line_of(train_pipeline(other_out + "--ranks 2 --pp 2 --pipeline pipedream --resume")),
