@@ -442,7 +442,7 @@ TEST_CASE("a loss that is not a number is traced to its sequences and documents"
         std::filesystem::remove_all(folder / "run");
         return outcome.err.substr(0, outcome.err.size() - 1);
     };
-    const std::string some = error_with("model.embed_tokens.weight", 8 * 'd'), all = error_with("model.norm.weight", 0);
+    const std::string all = error_with("model.norm.weight", 0), some = error_with("model.embed_tokens.weight", 8 * 'd');
     INFO(some << "\n" << all);
     CHECK(one_line_with(some, "step 1: the loss is nan", "The loss is not finite for ",
                         " of its 20 sequences, first for sequence ",
@@ -451,6 +451,18 @@ TEST_CASE("a loss that is not a number is traced to its sequences and documents"
         one_line_with(all, "The loss of all of its 20 sequences is not finite: this comes from the weights of --init " +
                                (folder / "broken")));
     CHECK(all.find("--lr") == std::string::npos);  // no rate helps
+    // It is the first: a step that ends before it is all right.
+    const std::string sequence = "first for sequence ";
+    const int first = std::stoi(some.substr(some.find(sequence) + sequence.size()));
+    REQUIRE(first > 0);
+    CHECK(
+        train(concat("--init ", folder / "broken", " --batch ", first, " --steps 1 --warmup 0 ", flags, folder / "run"))
+            .status == 0);
+    // And what comes from a step that was too large is no fault of the first weights.
+    CHECK_THAT(
+        line_of(train("--lr 1e18 --clip 0 --warmup 0 --model " + (folder / "model.json") + " " + flags +
+                      (folder / "fast"))),
+        ContainsSubstring("step 2: the loss is ") && ContainsSubstring("of the steps before, not from its data"));
 }
 
 TEST_CASE("a run is neither overwritten nor continued as another one", "[program][train_gpt]") {
@@ -619,6 +631,14 @@ TEST_CASE("a sample of a broken model ends", "[program][train_gpt]") {
                                         "timeout 60");
     CHECK(outcome.status == 2);
     CHECK_THAT(outcome.out, ContainsSubstring("---- sample before training ----"));
+}
+
+TEST_CASE("a model of single tokens is trained, and writes no sample", "[program][train_gpt]") {
+    const TempFolder folder;
+    const Outcome outcome = train("--seq 1 --steps 1 --warmup 0 --sample 20 --out " + (folder / "run"));
+    INFO(outcome.err);
+    CHECK(outcome.status == 0);
+    CHECK(outcome.out.find("---- sample") == std::string::npos);
 }
 
 TEST_CASE("a resumed run refuses other data, unless they are meant", "[program][train_gpt]") {
