@@ -361,7 +361,7 @@ TEST_CASE("--trace of a pipeline: what was taken and sent is what was planned", 
     for (const std::string& flags : std::vector<std::string>{
              "--ranks 2 --pp 2 --pipeline zb-v --trace 2", "--ranks 4 --pp 2 --pipeline dualpipe --zero 1 --trace 1,2",
              "--ranks 4 --pp 2 --tp 2 --recompute full --trace 2",
-             "--ranks 2 --pp 2 --pipeline 2bw --clip 0 --flush-every 2 --save-every 2 --val-every 2 --trace 1 "
+             "--ranks 2 --pp 2 --pipeline 2bw --clip 0 --flush-every 2 --save-every 2 --val-every 2 --trace 2 "
              "--model " +
                  model_file("deep-gqa")}) {
         CAPTURE(flags);
