@@ -618,6 +618,8 @@ TEST_CASE("the validation loss depends on neither ranks nor micro-batches", "[pr
     const double alone = val_loss("--micro-batch 1");  // of which 7 are exactly 7 sequences
     for (const std::string flags : {"--micro-batch 3", "", "--ranks 3", "--ranks 2 --zero 3", "--ranks 2 --pp 2"})
         CHECK(val_loss(flags) == Approx(alone).epsilon(1e-5));  // sums of another order
+    // There are fewer than 100: none is evaluated twice.
+    CHECK(val_loss("--val-sequences 150") == val_loss("--val-sequences 100"));
 }
 
 // An engine whose logits are no numbers ends an answer before its first token.
