@@ -606,7 +606,10 @@ TEST_CASE("sizes of the presets are the published ones", "[model]") {
 }
 
 TEST_CASE("parameter_count counts what is placed, flops_per_token what multiplies", "[model]") {
-    for (const Config& config : hugging_face_models()) {
+    std::vector<Config> configs = hugging_face_models();
+    configs.push_back(small_qwen2());
+    configs.back().window = 3, configs.back().n_full_layers = 28;  // more layers than it has
+    for (const Config& config : configs) {
         Arena weights("values"), grads("grads"), masters("masters");
         const Model model = build_model(config, {}, 8, weights, grads, masters);
         int64_t n = 0, multiplying = config.tied ? config.V * config.C : 0;  // a tied head multiplies by the embedding
