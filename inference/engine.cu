@@ -185,9 +185,8 @@ bool Engine::give(Request& request, Sequence& sequence, const Sampled& token) {
     else if (std::find(stops.begin(), stops.end(), token.token) != stops.end()) reason = "stop";
     if (reason == nullptr) {
         sequence.tokens.push_back(token.token);
-        const int64_t n = std::ssize(sequence.tokens);
         if (token_ready && !token_ready(request, sequence, token)) reason = "stop";
-        else if (answer_n >= request.max_tokens || n >= options_.scheduler.max_length) reason = "length";
+        else if (answer_n >= request.max_tokens) reason = "length";
     }
     if (reason == nullptr) return true;
     cache_report_.finished(std::ssize(request.prompt), answer_n);

@@ -643,9 +643,9 @@ class Engine {
     // Called for each token of an answer, in order; the sequence holds it already. False ends this answer.
     // The callbacks must call neither add() nor cancel().
     std::function<bool(Request& request, Sequence& sequence, const Sampled& token)> token_ready;
-    // An answer ends behind token_ready's false or before a stop token ("stop"), at max_tokens or at the end of the
-    // positions ("length"), or where the logits are not finite ("error").
-    // Nothing of it is used by the engine any more; of the request neither, when its last answer has ended.
+    // An answer ends behind token_ready's false or before a stop token ("stop"), at max_tokens ("length"), or where the
+    // logits are not finite ("error"). Nothing of it is used by the engine any more; of the request neither, when its
+    // last answer has ended.
     std::function<void(Request& request, uint64_t sample, const char* reason)> answer_ended;
 
     // The answers of a beam search, the best first; none where the logits are not finite. Nothing of the request is
