@@ -33,7 +33,7 @@ __device__ __forceinline__ T from_float(float x) {
 }
 
 // kN elements, loaded and stored at once; by default 16 bytes: 4 floats or 8 16-bit numbers. Packed<T, 1> is the same
-// kernel's way through rows whose length is no multiple of that.
+// kernel's way through rows whose length is not a multiple of that.
 template <class T, int kN = 16 / sizeof(T)>
 struct alignas(kN * sizeof(T)) Packed {
     using Element = T;

@@ -102,7 +102,7 @@ bool is_aligned(const void* data, size_t bytes) { return reinterpret_cast<uintpt
 void expect_aligned(const char* operation, std::initializer_list<std::pair<const char*, Tensor>> arguments) {
     for (const auto& [name, tensor] : arguments)
         check(is_aligned(tensor.data, 16), operation, ": ", name, " starts at ", tensor.data,
-              ", which is no multiple of 16 bytes");
+              ", which is not a multiple of 16 bytes");
 }
 Tensor scratch_as(const char* operation, const Tensor& scratch, std::initializer_list<int64_t> dims) {
     const Tensor wanted = make_tensor(scratch.data, DType::f32, dims);

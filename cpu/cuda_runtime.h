@@ -373,7 +373,7 @@ static inline void shared_declared(void* variable, size_t bytes) {
     if (strict) shared_declared_strict(variable, bytes);
 }
 [[noreturn]] void trap(unsigned thread, const char* what, const char* file, int line);
-// A GPU ends a kernel that loads, stores or copies n bytes at once at an address that is no multiple of n.
+// A GPU ends a kernel that loads, stores or copies n bytes at once at an address that is not a multiple of n.
 [[noreturn, gnu::cold]] void report_misaligned(unsigned thread, const void* address, size_t alignment, const char* what,
                                                const char* file, int line);
 // Nor can it launch a kernel with more threads than its __launch_bounds__.

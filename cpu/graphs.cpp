@@ -259,7 +259,7 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsig
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
     if (!exec) return remember(cudaErrorInvalidValue);
     cudaError_t status = cudaSuccess;
-    if (any_capture() && capture(stream, nullptr, {}, status)) return status;  // a graph in a graph is not there
+    if (any_capture() && capture(stream, nullptr, {}, status)) return status;  // a graph in a graph is not supported
     if (!strict) {
         for (const GraphNode& node : exec->graph.nodes) node.work();
         return cudaSuccess;

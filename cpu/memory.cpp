@@ -118,7 +118,7 @@ cudaError_t allocate(void** pointer, size_t bytes, MemoryKind kind) {
         return cudaSuccess;
     }
     // The operating system grants more memory than it has, and kills the process when the memory is used. A device
-    // refuses at once, and so does this check. What has been taken counts also where it has not been used yet.
+    // refuses at once, and so does this check. What has been taken counts even where it has not been used yet.
     if (bytes >= kHugePageBytes && (bytes > available_bytes() || bytes + allocated_bytes() > available_at_start()))
         return remember(cudaErrorMemoryAllocation);
     void* memory = nullptr;

@@ -353,7 +353,7 @@ void check_memory(const Call& call, const Member& member, const Access& access) 
     const cuda_cpu::Extent memory = cuda_cpu::allocation_around(begin);
     const std::string who = "NCCL: rank " + std::to_string(member.rank) + " of a communicator, whose device is " +
                             std::to_string(member.device) + ", calls " + describe(call) + " with ";
-    if (memory.end == 0) report(who + "a buffer that is no memory of a device");
+    if (memory.end == 0) report(who + "a buffer that is not device memory");
     if (memory.end < begin + access.bytes)
         report(who + "a buffer that ends " + std::to_string(begin + access.bytes - memory.end) +
                " bytes after its allocation");
@@ -421,7 +421,8 @@ ncclResult_t launch(std::vector<Asked> calls) {
                 report("NCCL: two calls of a group touch the same bytes: " + describe(a.call) +
                        ", which writes them, and " + describe(b.call));
             if (a.member == b.member && a.stream != b.stream)
-                return refuse(ncclInvalidUsage, "a group with calls of one communicator on two streams is not there");
+                return refuse(ncclInvalidUsage,
+                              "a group with calls of one communicator on two streams is not supported");
         }
     if (!connect(calls)) return refuse_aborted();
     std::vector<std::vector<Asked>> of_each;
@@ -444,14 +445,14 @@ ncclResult_t ask(const Call& call, const void* send, void* recv, size_t pieces_s
                  ncclComm_t comm, cudaStream_t stream) {
     const std::shared_ptr<Member> member = member_of(comm, call.place);
     const int size = member->world->size, rank = member->rank;
-    if (!name_of(call.type)) return refuse(ncclInvalidArgument, "a type that is not here");
-    if (call.op != ncclSum && call.op != ncclMax) return refuse(ncclInvalidArgument, "an op that is not here");
+    if (!name_of(call.type)) return refuse(ncclInvalidArgument, "a type that is not supported");
+    if (call.op != ncclSum && call.op != ncclMax) return refuse(ncclInvalidArgument, "an op that is not supported");
     const bool is_message = call.kind == Kind::send || call.kind == Kind::recv;
     const bool has_root = is_message || call.kind == Kind::reduce || call.kind == Kind::broadcast;
     if (has_root && (call.root < 0 || call.root >= size))
         return refuse(ncclInvalidArgument, describe(call) + " in a communicator of " + std::to_string(size) + " ranks");
 
-    if (is_message && call.root == rank) return refuse(ncclInvalidUsage, "messages to oneself are not there");
+    if (is_message && call.root == rank) return refuse(ncclInvalidUsage, "messages to oneself are not supported");
 
     const size_t bytes = bytes_of(call);
     Asked asked{call, member, stream, {send, pieces_sent * bytes, false}, {recv, pieces_received * bytes, true},
@@ -525,7 +526,7 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
 ncclResult_t ncclCommInitRank(ncclComm_t* comm, int n_ranks, ncclUniqueId id, int rank) {
     if (!comm || n_ranks < 1 || rank < 0 || rank >= n_ranks)
         return refuse(ncclInvalidArgument, "rank " + std::to_string(rank) + " of " + std::to_string(n_ranks));
-    if (group_depth > 0) return refuse(ncclInvalidUsage, "ncclCommInitRank in a group is not there");
+    if (group_depth > 0) return refuse(ncclInvalidUsage, "ncclCommInitRank in a group is not supported");
     const std::string name(id.internal, sizeof id.internal);
     std::shared_ptr<World> world;
     {
@@ -554,7 +555,7 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* part
     const std::shared_ptr<Member> member = member_of(comm, place);
     if (!part || color < NCCL_SPLIT_NOCOLOR)
         return refuse(ncclInvalidArgument, "color " + std::to_string(color) + " is negative");
-    if (group_depth > 0) return refuse(ncclInvalidUsage, "ncclCommSplit in a group is not there");
+    if (group_depth > 0) return refuse(ncclInvalidUsage, "ncclCommSplit in a group is not supported");
     if (member->under_way > 0)
         report("NCCL: rank " + std::to_string(member->rank) + " calls ncclCommSplit" + at_place(place) +
                " while its calls of the communicator are under way");

@@ -35,7 +35,7 @@ constexpr const char* kSecondStart = "CUDA_CPU_SECOND_START";  // set between th
 // before the constructors of other files, which may have changed the environment already.
 [[gnu::constructor(101)]] void bound_spinning(int, char** arguments, char**) {
     if (omp_get_max_threads() > kMostThreads) {
-        std::fprintf(stderr, "OMP_NUM_THREADS asks for %d threads: at most %d can be had\n", omp_get_max_threads(),
+        std::fprintf(stderr, "OMP_NUM_THREADS asks for %d threads: at most %d are possible\n", omp_get_max_threads(),
                      kMostThreads);
         std::_Exit(2);
     }

@@ -65,7 +65,7 @@ std::string what_lies_at(uintptr_t address) {
     }
     if (is_fiber_stack(address)) return "the end of its stack: its local variables take more than 256 KiB";
     char text[64];
-    std::snprintf(text, sizeof text, "0x%zx, which is no allocation", static_cast<size_t>(address));
+    std::snprintf(text, sizeof text, "0x%zx, which is in no allocation", static_cast<size_t>(address));
     return text;
 }
 

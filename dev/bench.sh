@@ -18,7 +18,7 @@
 #   OPPONENTS="torch llm.c"               which programs to compare with
 #   PRECISIONS="master autocast pure"     of bench_torch.py
 #   STEPS=10                              timed training steps, after 3 more
-#   BENCH_SECONDS=540                     stop starting programs after so many seconds, and print what there is; 0: never
+#   BENCH_SECONDS=540                     stop starting programs after this many seconds, and print what there is; 0: never
 #   BENCH_OUT=build/<device>/bench        where the results go
 #   LLM_PYTHON=python3                    the Python that has PyTorch
 #   LLMC=llm.c                            the folder of llm.c's source, if it is there; LLMC_MAKE: flags for its Makefile

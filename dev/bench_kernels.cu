@@ -482,7 +482,7 @@ int main(int argc, char** argv) {
     h.option("--dtype", dtype_text, "fp32, bf16 or fp16");
     h.option("--only", only, "only operations whose name contains this");
     h.option("--budget", budget_s, "seconds to repeat an operation for, after the warm-up");
-    h.option("--repeats", max_repeats, "at most so many launches");
+    h.option("--repeats", max_repeats, "at most this many launches");
     h.flag("--limits", limits, "measure the copy bandwidth and the matmul rate instead");
     try {
         line.parse({"bench_kernels", {}, "--model config.json"}, argc, argv, [] {});

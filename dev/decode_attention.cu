@@ -122,7 +122,7 @@ __device__ __forceinline__ void read_keys(Softmax<kQueries>& softmax, TileShared
 // keys of its head.
 //
 // How long a sequence will be is not known when its memory is taken. So most of it stays empty: with lengths as they
-// are in practice less than 40 % of a cache of this kind holds tokens, and so many requests fewer run at a time.
+// are in practice less than 40 % of a cache of this kind holds tokens, and that many fewer requests run at a time.
 //
 // 2. Paged (Kwon et al. 2023, arXiv:2309.06180): the same kernel, which looks up where a row begins. A page's 16 rows
 // of one head lie side by side, 2 or 4 KB: long enough for the memory. The look-up is one number for 16 keys.

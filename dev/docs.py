@@ -63,7 +63,7 @@ def missing_names(page, names):
                 known = any(os.path.exists(os.path.join(base, word)) for base in (ROOT, here))
             if not known:
                 wrong.append(f"names {word}")
-    return [f"{page} {w}, which is not there" for w in wrong]
+    return [f"{page} {w}, which does not exist" for w in wrong]
 
 
 def check_front_door(folders):

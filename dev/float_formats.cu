@@ -167,7 +167,7 @@ double parse_number(const std::string& text) {
         errno = 0;
         const auto value = convert(part.c_str(), &end);
         check(!part.empty() && *end == 0, "\"", text,
-              "\" is no number: write 0.1, 1e-8, 2^-24, inf, nan, or bits as fp16:0x7bff");
+              "\" is not a number: write 0.1, 1e-8, 2^-24, inf, nan, or bits as fp16:0x7bff");
         check(errno == 0, "\"", text, "\" is out of the range of a double: write a number from 1e-307 to 1e308");
         return value;
     };

@@ -15,7 +15,7 @@
 #
 # In the environment, or after `make gpu-check`:
 #   CHECK_OUT=build/<device>/gpu_check     where log.txt and table.md go
-#   CHECK_SECONDS=540                      stop what runs after so many seconds, and print what there is; 0: never
+#   CHECK_SECONDS=540                      stop what runs after this many seconds, and print what there is; 0: never
 #   CHECK_TESTS=                           only tests of these files, for 2 and 5: "gelu rope"
 #   CHECK_STEPS="build tests nccl full_size sanitizers"; kernel_tests: of 2, those of kernels alone, which start no program
 set -u

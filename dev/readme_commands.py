@@ -9,7 +9,7 @@
 The programs are those of build/cpu. Each command runs in a copy of this folder, in which made-up files stand where a page
 names a reader's own (make_inputs below). RULES says of each command which flags it is given in addition, so that it ends
 soon, or why it is not run. A command without a rule is a mistake, as is a rule without a command: so no line of a page escapes.
-It is also a mistake when a command's exit status is not 0, or when it prints something else than the page shows.
+It is also a mistake when a command's exit status is not 0, or when it prints something other than the page shows.
 
 Blocks of a page say what they are:
 
@@ -551,7 +551,7 @@ def facts(session):
 
 def session_differs(command, tree):
     if not os.path.exists(os.path.join(ROOT, debugged_program(command))):
-        return [f"{debugged_program(command)} is not there: the page says how to build it"]
+        return [f"{debugged_program(command)} does not exist: the page says how to build it"]
     shown, now = facts(command.shown), facts(replay(command, tree))
     for i in range(max(len(shown), len(now))):
         has, wants = (lines[i] if i < len(lines) else "(nothing)" for lines in (shown, now))

@@ -144,7 +144,7 @@ BatchFiles::Done read_done(const std::string& path) {
     std::string line;
     std::streamoff whole = 0;
     const auto check_ours = [&](bool is_ours) {
-        check(is_ours, "--out ", path, ": this line is no answer of a batch: ", line.substr(0, 80),
+        check(is_ours, "--out ", path, ": this line is not an answer of a batch: ", line.substr(0, 80),
               "; give another file");
     };
     int64_t number = 0;
@@ -224,7 +224,7 @@ class BatchRun {
         std::string id = std::to_string(number);
         try {
             const Json::Value line = parse_json(text, "the line");
-            check(line.isObject(), "this is no JSON object");
+            check(line.isObject(), "this is not a JSON object");
             id = id_of(line, number);
             check(ids_.insert(id).second, "a line before this one has the id ", id,
                   ", too; give each its own, so that answers can be told apart");

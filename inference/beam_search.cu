@@ -21,7 +21,7 @@ BeamSearch::BeamSearch(const BeamOptions& options) : options_(options) {
           "; it must be from -100 to 100");
     check(n_tokens() <= kMostTop, "n_beams is ", options.n_beams, ": with ", options.stop_tokens.size(),
           " stop tokens each beam needs its ", n_tokens(), " most probable tokens, and at most ", kMostTop,
-          " can be had: use fewer beams");
+          " are available: use fewer beams");
 }
 
 int64_t BeamSearch::n_tokens() const {

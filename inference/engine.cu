@@ -14,7 +14,7 @@ int64_t longest_sequence(const Config& c, const Config* draft, int64_t wanted) {
         const int64_t its = longest_sequence(*draft, nullptr, 0);
         const int64_t longest = longest_sequence(c, nullptr, wanted);
         check(longest <= its, "a length of ", longest, " tokens: the draft model has ", its,
-              " positions, and at most so many can be given (--max-length)");
+              " positions, and at most that many can be given (--max-length)");
         return longest;
     }
     // Dynamic scaling computes other frequencies for each length beyond that of the training: what is in the cache
@@ -22,7 +22,7 @@ int64_t longest_sequence(const Config& c, const Config* draft, int64_t wanted) {
     const bool dynamic = c.family == Family::llama && c.rope_scaling.acts() && c.rope_scaling.kind == RopeKind::dynamic;
     const int64_t longest = dynamic ? std::min(c.T_max, c.rope_scaling.original_max_position) : c.T_max;
     check(wanted >= 0 && wanted <= longest, "a length of ", wanted, " tokens: the model has ", longest, " positions",
-          dynamic ? " before its dynamic rope scaling begins" : "", ", and at most so many can be given");
+          dynamic ? " before its dynamic rope scaling begins" : "", ", and at most that many can be given");
     return wanted == 0 ? longest : wanted;
 }
 

@@ -50,7 +50,7 @@ bool lists(const std::string& text, const char* word) {
 
 const char* reason_of(int status) {
     switch (status) {
-        case 400: return "this is no HTTP request that the server understands";
+        case 400: return "this is not an HTTP request that the server understands";
         case 408: return "the request was not complete in time (--client-timeout)";
         case 413: return "the body is too large (--max-body)";
         case 414: return "the path is too long";
@@ -160,7 +160,7 @@ class Listener : public httplib::Server {
         else if (n_lengths > 1)
             wrong = "the length of the body is given twice: give one Content-Length, or \"Transfer-Encoding: chunked\"";
         else if (length.find_first_not_of("0123456789") != std::string::npos)  // the library reads -5 as 2^64 - 5
-            wrong = "\"Content-Length: " + length + "\" is no number of bytes";
+            wrong = "\"Content-Length: " + length + "\" is not a number of bytes";
         else if (!coding.empty() && ::strcasecmp(coding.c_str(), "chunked") != 0)
             wrong = "\"Transfer-Encoding: " + coding + "\": the server knows only \"chunked\"";
         if (!wrong.empty()) write_error(response, {400, wrong});

@@ -319,8 +319,8 @@ class BeamSearch {
 enum class Batching { continuous, static_batches };
 enum class Preemption { swap, recompute };
 struct SchedulerOptions {
-    int64_t step_tokens = 512;   // at most so many tokens a step, of prompts and of answers together
-    int64_t max_sequences = 64;  // at most so many at a time
+    int64_t step_tokens = 512;   // at most this many tokens a step, of prompts and of answers together
+    int64_t max_sequences = 64;  // at most this many at a time
     int64_t max_length = 0;      // prompt and answer: positions that the model has
     Batching batching = Batching::continuous;
     Preemption preemption = Preemption::recompute;
@@ -498,8 +498,8 @@ struct CachedRows {
     SequenceId sequence;
     int64_t first;
     std::vector<int32_t> tokens;
-    int64_t n_logits = 0;  // the logits behind the last so many of them are wanted,
-    int64_t times = 1;     // those behind the last one so many times: of tokens a and b in rows a, b, b, ...
+    int64_t n_logits = 0;  // the logits behind the last n_logits of them are wanted,
+    int64_t times = 1;     // those behind the last one this many times: of tokens a and b in rows a, b, b, ...
 };
 
 // step_graphs.cu: launches that are the same in every step of the same sizes are captured, and from then on launched as
@@ -580,8 +580,8 @@ struct EngineOptions {
     CacheSizes cache;                  // n_pages 0: as many as max_sequences of max_length need
     std::optional<DType> cache_dtype;  // e4m3, or the model's, which is the default
     SchedulerOptions scheduler;        // max_length 0: all positions of the model (longest_sequence)
-    int64_t lookup = 0;                // so many tokens of a sequence are proposed by prompt look-up; 0: none
-    int64_t draft_tokens = 4;          // so many by the draft model, where there is one
+    int64_t lookup = 0;                // this many tokens of a sequence are proposed by prompt look-up; 0: none
+    int64_t draft_tokens = 4;          // this many by the draft model, where there is one
     std::optional<bool> graphs;        // launch steps as CUDA graphs; default: on a GPU
     Comm* ranks = nullptr;             // that divide the model: rank 0 has the requests, the others follow()
 };
@@ -801,7 +801,7 @@ struct LoadedModel : LoadedWeights {
     size_t device_bytes();  // planned, with cuBLASLt's workspace
 
     // Counts the memory. draft_folder: of a draft model, or ""; Error where its tokens are not the model's.
-    // options.ranks: they divide the model; Error where it cannot be divided among so many.
+    // options.ranks: they divide the model; Error where it cannot be divided among that many.
     LoadedModel(const std::string& folder, const std::string& tokenizer, DType dtype, WeightFormat format,
                 const EngineOptions& options, const std::string& draft_folder = "");
     void load();  // takes the memory, and reads the weights. Error where it is more than the device has

@@ -9,7 +9,7 @@ namespace {
 std::vector<int32_t> eos_tokens(const std::string& path, int64_t V) {
     if (!is_there(path)) return {};
     const Json::Value file = read_json_file(path);
-    check(file.isObject(), path, ": this is no JSON object");
+    check(file.isObject(), path, ": this is not a JSON object");
     const Json::Value& ids = member(file, "eos_token_id");
     std::vector<int32_t> tokens;
     const auto add = [&](const Json::Value& id) {

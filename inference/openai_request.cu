@@ -224,7 +224,7 @@ void refuse_unsupported(Fields& fields, bool chat, const TextRequest& request) {
 
 ApiRequest read_api_request(const ServedModel& served, bool chat, const std::string& body) {
     const Json::Value object = parse_json(body, "the body", kMaxDepth);
-    if (!object.isObject()) throw HttpError(400, "the body is no JSON object");
+    if (!object.isObject()) throw HttpError(400, "the body is not a JSON object");
     Fields fields(object);
     std::string model = served.name;
     fields.read("model", model, "a text");

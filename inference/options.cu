@@ -46,21 +46,22 @@ void add_model_options(CommandLine& line, GenerateOptions& o, Typed& typed) {
         "8 bits for the weights of the blocks: int8 or fp8, with a scale for each row; int8-block or fp8-block, for "
         "128 of a row; none: as --dtype");
     model.option("--tp", o.tp,
-                 "tensor parallelism: so many ranks have some of the heads each, threads of this process or mpirun's");
+                 "tensor parallelism: this many ranks have some of the heads each, threads of this process or "
+                 "mpirun's");
 }
 
 void add_request_options(CommandLine& line, GenerateOptions& o) {
     Heading what{line, "What to write"};
     what.option("--prompt", o.prompt, "text that the answer goes on from");
     what.option("--prompt-ids", o.prompt_ids, "the same as token ids, 1,2,3");
-    what.option("--tokens", o.tokens, "at most so many tokens an answer");
+    what.option("--tokens", o.tokens, "at most this many tokens an answer");
     what.option("--samples", o.samples, "answers to the prompt");
     what.option("--stop", o.stop, "the answer ends before this text; may be given several times");
     what.flag("--ignore-eos", o.ignore_eos, "do not end an answer at the model's end-of-text token");
     what.flag("--ids", o.ids, "print token ids, a line for each answer, instead of text");
     what.option(
         "--logprobs", o.sampling.logprobs,
-        "behind an answer, a line for each token of it: its log-probability, and so many of the most probable "
+        "behind an answer, a line for each token of it: its log-probability, and this many of the most probable "
         "tokens there with theirs, up to 20; with --batch and --serve \"logprobs\" as OpenAI has them; -1: none");
     what.flag("--chat", o.chat, "a conversation in the terminal: a line is a message");
     what.option("--template", o.chat_template,
@@ -87,7 +88,7 @@ void add_sampling_options(CommandLine& line, GenerateOptions& o, Typed& typed) {
     sampling.option("--presence-penalty", s.presence_penalty, "taken from the logits of tokens that the answer has");
     sampling.option("--frequency-penalty", s.frequency_penalty, "the same, for each time that the answer has them");
     sampling.option("--beams", o.beams,
-                    "beam search: the most probable answers that so many beams find; 0: draw tokens");
+                    "beam search: the most probable answers that this many beams find; 0: draw tokens");
     sampling.option("--length-penalty", o.length_penalty,
                     "beam search: an answer's score is divided by its length to this power");
     sampling.option("--seed", s.seed,
@@ -105,15 +106,15 @@ void add_engine_options(CommandLine& line, GenerateOptions& o, Typed& typed) {
                   "memory hold beside the rest");
     engine.option("--cache-dtype", typed.cache_dtype, "of the cache: same as the model's, or fp8");
     engine.flag("--no-prefix-sharing", typed.no_prefix_sharing,
-                "compute every prompt, also where others began with the same tokens");
+                "compute every prompt, even where others began with the same tokens");
     engine.option("--step-tokens", e.scheduler.step_tokens, "tokens of a step, of prompts and answers together");
     engine.option(
         "--draft", o.draft,
         "speculative decoding: a small model with the same tokens that proposes the next ones (folder, run, or "
         "checkpoint)");
-    engine.option("--draft-tokens", e.draft_tokens, "so many at a time");
+    engine.option("--draft-tokens", e.draft_tokens, "this many at a time");
     engine.option("--lookup", e.lookup,
-                  "the same without a model: propose so many tokens that followed before in the same text; 0: none");
+                  "the same without a model: propose this many tokens that followed before in the same text; 0: none");
     engine.option("--batching", typed.batching,
                   "continuous: requests join and leave at every step; static: the next ones wait for all to end");
     engine.option("--preempt", typed.preempt,

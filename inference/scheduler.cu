@@ -97,7 +97,7 @@ void Scheduler::add(Request& r) {
     // Without r.id, which counts the requests that were added: who sent this one knows it by another name.
     check(!r.prompt.empty(), "the prompt is empty; give it at least one token");
     check(r.max_tokens >= 1, "max_tokens is ", r.max_tokens, "; ask for at least 1");
-    check(r.n >= 1, r.n, " answers are no request; ask for at least 1");
+    check(r.n >= 1, r.n, " answers are not a request; ask for at least 1");
     check(r.n <= options_.most_answers(), r.n, " answers to a prompt are computed together, and at most ",
           options_.most_answers(), " sequences can be in a step; ask for fewer");
     check(prompt_n(r) + r.max_tokens <= options_.max_length, "a prompt of ", prompt_n(r),

@@ -191,10 +191,10 @@ void make_folder(const std::string& path) {
         if (is_folder(part.string())) break;
         std::error_code none;
         check(!std::filesystem::exists(part, none), "cannot make the folder ", path, ": ", part.string(),
-              " is no folder");
+              " is not a folder");
         const std::filesystem::path meant = std::filesystem::read_symlink(part, none);
         check(none.value() != 0, "cannot make the folder ", path, ": ", part.string(), " is a link to ", meant.string(),
-              ", which is not there: make that first, or remove the link");
+              ", which does not exist: make that first, or remove the link");
     }
     check(!error, "cannot make the folder ", path, ": ", reason_to_write(error.value()));
     const int status = ::faccessat(AT_FDCWD, path.c_str(), W_OK | X_OK, AT_EACCESS);

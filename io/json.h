@@ -22,7 +22,7 @@ Json::Value read_json_file(const std::string& path);
 
 // A member of an object; null if there is none, or if `value` is no object.
 const Json::Value& member(const Json::Value& value, std::string_view key);
-bool has(const Json::Value& value, std::string_view key);  // also where it is null
+bool has(const Json::Value& value, std::string_view key);  // even where it is null
 
 // A number without point and exponent that 64 bits hold. (JsonCpp's isInt64() says so of 5.0, too.)
 bool is_whole(const Json::Value& value);

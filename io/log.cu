@@ -188,7 +188,7 @@ std::string record(const std::string& event) {
 }
 
 // TensorBoard reads the files of a folder in the order of their names, which begin with a time. A resumed run must come
-// after the run it continues, also if both start in the same second or the clock was set back.
+// after the run it continues, even if both start in the same second or the clock was set back.
 int64_t time_for_name(const std::string& folder, const std::string& prefix) {
     int64_t time = std::time(nullptr);
     for (const auto& entry : std::filesystem::directory_iterator(folder)) {

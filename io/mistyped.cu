@@ -1,4 +1,4 @@
-// io/mistyped.cu: what the command line answers to a word that is no flag, and to a value that is no number.
+// io/mistyped.cu: what the command line answers to a word that is not a flag, and to a value that is not a number.
 //
 // A mistyped flag is compared with all flags, and with the names that other programs have for the same things. The
 // distance of two words is the least number of letters that must be inserted, removed, replaced, or exchanged with
@@ -87,7 +87,7 @@ std::string explain_unknown(const ProgramWords& program, const std::vector<std::
         return concat("unknown flag ", unknown.substr(0, unknown.find('=')), meant, meant.empty() ? "" : "?", help);
     }
     if (std::find(flags.begin(), flags.end(), "--" + name) != flags.end())
-        return concat("\"", unknown, "\" is no flag: did you mean --", name, "?", help);
+        return concat("\"", unknown, "\" is not a flag: did you mean --", name, "?", help);
     const auto at = std::find(words.begin(), words.end(), unknown);
     if (at != words.begin() && at != words.end() && *(at - 1) == "--resume")
         return concat("--resume takes no value: name the folder by --out ", unknown, " --resume");
@@ -101,7 +101,7 @@ std::string explain_unknown(const ProgramWords& program, const std::vector<std::
 
 void expect_value(const std::string& flag, const std::string& text) {
     check(text.rfind("--", 0) != 0, flag, " needs a value, and the next word, ", text,
-          ", is a flag (for a text that begins so: ", flag, "=TEXT)");
+          ", is a flag (for a text that begins like this: ", flag, "=TEXT)");
 }
 
 void expect_number(const std::string& flag, const std::string& text) {

@@ -296,14 +296,14 @@ TEST_CASE("float_formats shows the gradients of GPT-2, whose backward writes no 
 }
 
 TEST_CASE("float_formats refuses what it cannot read", "[program][dev]") {
-    const std::pair<const char*, const char*> cases[] = {{"1 abc", "\"abc\" is no number"},
-                                                         {"0.1x", "is no number"},
-                                                         {"\"\"", "is no number"},
+    const std::pair<const char*, const char*> cases[] = {{"1 abc", "\"abc\" is not a number"},
+                                                         {"0.1x", "is not a number"},
+                                                         {"\"\"", "is not a number"},
                                                          {"0x7c00", "bits of which format"},
                                                          {"fp17:1", "the formats are"},
                                                          {"fp16:0x10000", "16 bits"},
                                                          {"fp16:-1", "16 bits"},
-                                                         {"2^", "is no number"},
+                                                         {"2^", "is not a number"},
                                                          {"2^5000", "exponent"},
                                                          {"1e400", "out of the range"},
                                                          {"--wrong", "unknown flag"},

@@ -427,6 +427,6 @@ TEST_CASE("few rows: names, memory and errors", "[few_rows]") {
     CHECK_THROWS_WITH(quantise_weight(q.weight, inp, s), ContainsSubstring("quantise_weight: weight is f32 (2, 32)"));
     Tensor shifted = weight;
     shifted.data = static_cast<char*>(shifted.data) + 4;
-    CHECK_THROWS_WITH(few_rows_forward(out, inp, shifted, {}, s), ContainsSubstring("no multiple of 16 bytes"));
+    CHECK_THROWS_WITH(few_rows_forward(out, inp, shifted, {}, s), ContainsSubstring("not a multiple of 16 bytes"));
     few_rows_forward(make_tensor(out.tensor().data, DType::f32, {0, 8}), inp.tensor().slice(0, 0), weight, {}, s);
 }

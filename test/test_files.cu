@@ -428,9 +428,9 @@ TEST_CASE("make_folder makes parents and refuses a file") {
     spit(folder / "file", "");
     CHECK(one_line_with(error_of([&] { make_folder(folder / "file"); }), folder / "file"));
     CHECK(one_line_with(error_of([&] { make_folder(folder / "file/x"); }), folder / "file/x",
-                        folder / "file" + " is no folder"));
+                        folder / "file" + " is not a folder"));
     std::filesystem::create_symlink("gone", folder / "link");
     CHECK(one_line_with(error_of([&] { make_folder(folder / "link/x"); }), folder / "link/x",
-                        folder / "link" + " is a link to gone, which is not there"));
+                        folder / "link" + " is a link to gone, which does not exist"));
     CHECK(one_line_with(error_of([&] { sync_folder(folder / "none"); }), folder / "none"));
 }

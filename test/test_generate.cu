@@ -241,7 +241,7 @@ TEST_CASE("what cannot be used is told before the weights are read, and a file s
     for (const std::string text : {"a text of a person", "{\"id\": 7, \"prompt\": \"y\"}",
                                    "{\"id\": 7}\n{\"id\":", "{\"finish_reason\": \"stop\"}\n{\"id\":"}) {
         spit(out, text);  // without a line end, as a killed batch leaves its file
-        refused(batch + out, "this line is no answer of a batch");
+        refused(batch + out, "this line is not an answer of a batch");
         CHECK(slurp(out) == text);
     }
     std::filesystem::remove(out);
@@ -488,7 +488,7 @@ TEST_CASE("generate refuses in one line what cannot be", "[generate][program]") 
         {"--prompt ''", "--prompt is empty"},
         {"--prompt-ids ''", "--prompt-ids is empty"},
         {"--prompt --ids",
-         "needs a value, and the next word, --ids, is a flag (for a text that begins so: --prompt=TEXT)"},
+         "needs a value, and the next word, --ids, is a flag (for a text that begins like this: --prompt=TEXT)"},
         {"--prompt a --stop b c", "\"c\" belongs to no flag"},
         {"--prompt a --stop --ids", "--stop needs a value, and the next word, --ids, is a flag"},
         {"--chat --stop ''", "--stop is empty"},

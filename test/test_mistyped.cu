@@ -47,7 +47,7 @@ const std::vector<Mistyped> kMistyped = {
     {"--sed 3", {"did you mean --seq or --seed?"}},
     {"--loss 1", {"did you mean --loss-scale, --loss-scale-start or --loss-scale-interval?"}},
     {"--frobnicate 3", {"unknown flag --frobnicate (./train_gpt --help lists the flags)"}},
-    {"steps 100", {"\"steps\" is no flag: did you mean --steps?"}},
+    {"steps 100", {"\"steps\" is not a flag: did you mean --steps?"}},
     {"--val a.txt b.txt", {"\"b.txt\" belongs to no flag", "in quotes"}},
     {"--resume runs/3", {"--resume takes no value", "--out runs/3 --resume"}},
     {"--resume=runs/3", {"--resume=runs/3: --resume takes no value"}},

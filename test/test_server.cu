@@ -416,7 +416,7 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
         CHECK(reply.head.find("Connection: close") != std::string::npos);
     };
     refused(post("{\"prompt\": "), 400, "the body: not valid JSON at line 1, column 1");
-    refused(post("[1]"), 400, "no JSON object");
+    refused(post("[1]"), 400, "not a JSON object");
     refused(post(std::string(100, '[')), 400, "levels");
     refused(post("{}"), 400, "\"prompt\" is missing", "prompt");
     refused(post(R"({"prompt": {"a": 1}})"), 400, "expected a text, a list of texts", "prompt");
@@ -520,15 +520,15 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     const std::string chunked = "Transfer-Encoding: chunked\r\n";
     for (const auto& [lengths, words] :
          std::map<std::string, std::string>{{"Content-Length: 0\r\nContent-Length: 26", "given twice"},
-                                            {"Content-Length: 0, 26", "no number of bytes"},
+                                            {"Content-Length: 0, 26", "not a number of bytes"},
                                             {chunked + "Content-Length: 26", "given twice"},
                                             {chunked + "Transfer-Encoding: gzip", "given twice"},
                                             {"Transfer-Encoding: gzip", "only \"chunked\""},
                                             {"Content-Length : 26", "blank in its name"},
-                                            {"Content-Length:\r\n 26", "no HTTP request"},
-                                            {"X: a\r\n\tContent-Length: 26", "no HTTP request"},
-                                            {"Content-Length: 26\nX: a", "no HTTP request"},
-                                            {"X: a\rContent-Length: 26", "no HTTP request"}}) {
+                                            {"Content-Length:\r\n 26", "not an HTTP request"},
+                                            {"X: a\r\n\tContent-Length: 26", "not an HTTP request"},
+                                            {"Content-Length: 26\nX: a", "not an HTTP request"},
+                                            {"X: a\rContent-Length: 26", "not an HTTP request"}}) {
         for (const char* const request : {"GET /health", "POST /v1/completions"})
             refused(ask(server, concat(request, " HTTP/1.1\r\n", lengths, second)), 400, words);
     }
@@ -542,14 +542,14 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
         CHECK(in_chunks(concat(length, "\r\n", body, end)).status == 200);
     CHECK(in_chunks("9\r\n" + body.substr(0, 9) + "\r\n1E\r\n" + body.substr(9) + end).status == 200);
     for (const char* const length : {"0x27", "+27", " 27", "27 or so", "-5", "27;a\nb", "", "0000000000000027"})
-        refused(in_chunks(concat(length, "\r\n", body, end)), 400, "no HTTP request");
+        refused(in_chunks(concat(length, "\r\n", body, end)), 400, "not an HTTP request");
     refused(in_chunks("7d1\r\n" + std::string(2001, ' ') + end), 413, "2000 bytes");
-    refused(in_chunks("27\n" + body + end), 400, "no HTTP request");
-    refused(in_chunks("27\r\n" + body + " " + end), 400, "no HTTP request");
-    refused(in_chunks("27\r\n" + body + "\r\n0;" + std::string(2000, 'x') + "\r\n\r\n"), 400, "no HTTP request");
+    refused(in_chunks("27\n" + body + end), 400, "not an HTTP request");
+    refused(in_chunks("27\r\n" + body + " " + end), 400, "not an HTTP request");
+    refused(in_chunks("27\r\n" + body + "\r\n0;" + std::string(2000, 'x') + "\r\n\r\n"), 400, "not an HTTP request");
     refused(ask(server, "GET /health HTTP/1.1\r\nX: " + std::string(100000, 'x') + "\r\n\r\n"), 431, "headers");
     refused(ask(server, std::string(100000, 'x')), 431, "headers");  // no end of the first line
-    refused(ask(server, "hello\r\n\r\n"), 400, "no HTTP request");
+    refused(ask(server, "hello\r\n\r\n"), 400, "not an HTTP request");
     // Each request of a connection has limits of its own, and is told of its mistake.
     std::string wide = "GET /health HTTP/1.1\r\n";
     for (int i = 0; i < 10; ++i) wide += "X: " + std::string(4000, 'x') + "\r\n";
