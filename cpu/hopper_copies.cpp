@@ -178,10 +178,10 @@ void check_store(unsigned thread, const TensorMap& map, const int* coordinates, 
                       "the store at " + place(here) + " begins at " + std::to_string(coordinates[d]) +
                           " in dimension " + std::to_string(d) + ": boxes that are stored begin inside of the tensor");
     if (const uint64_t bytes = map.dims[0] * map.element_bytes; bytes % 16 != 0)
-        report_in(thread, "store behind a row",
+        report_in(thread, "store past a row's end",
                   "the rows of the tensor at " + place(here) + " have " + std::to_string(bytes) +
-                      " bytes: the copy engine writes 16 at a time, and would write over the " +
-                      std::to_string(16 - bytes % 16) + " behind a row");
+                      " bytes: the copy engine writes 16 at a time, and would overwrite the " +
+                      std::to_string(16 - bytes % 16) + " after a row");
 }
 size_t box_bytes(const TensorMap& map) {
     size_t bytes = map.element_bytes;

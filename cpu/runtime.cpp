@@ -36,7 +36,7 @@ Shown shown() {
         s.shared_kib > 227)
         report(std::string("CUDA_CPU_GPU=") + text +
                " is not the multiprocessors, the compute capability and the KiB of shared memory of a block (48 to " +
-               "227) of a GPU, as 132,9.0,227");
+               "227) of a GPU, as in 132,9.0,227");
     return s;
 }
 

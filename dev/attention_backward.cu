@@ -12,7 +12,7 @@
 // dv_s are sums over the queries of a key, and one block can keep only the sums of one kind in its registers. So from
 // rung 2 on there are two kernels, and both compute S and dP: 7 products instead of 5, so they can reach no more than
 // 71 % of the limit. (The other way is to add to dq from many blocks. With atomics no two runs give the same bits; rung
-// 8, the product on Hopper, adds in turns, in the order of the keys.) The two are mirror images. Let r stand for the
+// 8, the product on Hopper, adds in turn, in the order of the keys.) The two are mirror images. Let r stand for the
 // rows that a block owns, and o for the other rows, which are read tile by tile:
 //
 //     S_ro = x_r . x'_o / sqrt(D)    dP_ro = y_r . y'_o    dx_r = sum_o dS_ro x'_o / sqrt(D)    dy_r = sum_o P_ro y'_o
@@ -572,7 +572,7 @@ void climb(Ladder& ladder) {
         rung("product, mma", "32 rows per warp; any head size and mask",
              [&](auto s) { launch_product(p, FlashTier::mma, s); });
         if (!has_wgmma()) return;
-        rung("product, Hopper", "wgmma and TMA; one kernel with five products, dq added in turns",
+        rung("product, Hopper", "wgmma and TMA; one kernel with five products, dq added in turn",
              [&](auto s) { launch_product(p, FlashTier::hopper, s); });
     });
 }

@@ -106,7 +106,7 @@ def write_llmc_files(folder, config):
 
 
 def compare(job, rounds, steps, dtypes, build, python, llmc_folder, work):
-    """Runs one job's opponents in turns, and prints their table."""
+    """Runs one job's opponents in turn, and prints their table."""
     config = os.path.join(work, "config.json")
     with open(config, "w", encoding="utf-8") as file:
         file.write(output_of([f"{build}/dev/bench_report", "config", job[0]]))
@@ -132,7 +132,7 @@ def compare(job, rounds, steps, dtypes, build, python, llmc_folder, work):
             busy = os.getloadavg()[0]
             seconds[name].append(measure())
             print(f"round {r + 1}: {name}: {seconds[name][-1]:.4f} s a step (load average before it {busy:.1f})", file=sys.stderr)
-    print(f"{os.path.basename(job[0])}, batch {job[1]} x {job[2]}; median of {rounds} rounds of {steps} steps, in turns\n")
+    print(f"{os.path.basename(job[0])}, batch {job[1]} x {job[2]}; median of {rounds} rounds of {steps} steps, in turn\n")
     print("| | seconds a step | of each round | times ours | of the best rounds |\n| --- | --- | --- | --- | --- |")
     for name, all_rounds in seconds.items():
         # Ours of the same type, or of the type that llm.c has.

@@ -3,7 +3,7 @@
 //   run      make bench-inference                                       GPT-2 124M in float32
 //            build/cpu/dev/bench_inference --model tiny --requests 16   another model, fewer requests
 //            build/cpu/dev/bench_inference --loads 6 --out .            at more rates, with pictures
-//            make bench-inference LLM_PYTHON=python3       in turns with transformers (dev/bench_inference.py)
+//            make bench-inference LLM_PYTHON=python3       alternating with transformers (dev/bench_inference.py)
 //   debug    make DEBUG=1 DEVICE=cpu dev && gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/bench_inference --model tiny
 //
 // One sequence     every token reads all weights once: the limit is weights / bandwidth of the memory.

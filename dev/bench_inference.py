@@ -166,7 +166,7 @@ def rates(out):
 def print_table(rows, n_rounds, version):
     median = {name: statistics.median(values) for name, values in rows.items()}
     best = max((name for name in median if "batches of" in name), key=median.get)
-    print(f"GPT-2 124M, float32; median of {n_rounds} rounds in turns; {version}\n")
+    print(f"GPT-2 124M, float32; median of {n_rounds} rounds in turn; {version}\n")
     print("| | tok/s | times transformers |\n| --- | --- | --- |")
     one, many = "transformers, one sequence", best
     for name in median:

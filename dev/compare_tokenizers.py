@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Our tokenizers against Hugging Face's `tokenizers`, on mixed text that is made from what this machine has: every id
-must be equal, and as many texts come back; and the time of both, in turns.
+must be equal, and as many texts come back; and the time of both, in turn.
 
     make DEVICE=cpu build/cpu/dev/tokenize
     dev/compare_tokenizers.py build/cpu/dev/tokenize [--mb 10] [--rounds 3] [TOKENIZER.json ...]

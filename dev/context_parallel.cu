@@ -106,7 +106,8 @@ struct Drawing {
                 const Canvas::Point at = middle(r, step);
                 if (step + 1 < n) {
                     const int to = (r + 1) % n;
-                    check(zigzag.keys_in_step(to, step + 1) == keys, "the ring does not send keys to who needs them");
+                    check(zigzag.keys_in_step(to, step + 1) == keys,
+                          "the ring does not send keys to the ranks that need them");
                     const Canvas::Point end = middle(to, step + 1);
                     arrow({at.x, at.y + box_height / 2}, {end.x, end.y - box_height / 2 - 2}, color_of(keys));
                 }

@@ -79,7 +79,7 @@ struct Law {
 void check_law(const Law& law, const Way& way, int64_t n) {
     const double expected = law.bytes(static_cast<double>(n));
     check(static_cast<double>(way.planned) == expected, "--recompute ", way.name, " takes ", way.planned,
-          " bytes, the law says ", expected);
+          " bytes, the formula says ", expected);
 }
 
 // One forward and backward; its seconds.
@@ -178,7 +178,7 @@ void run(const std::string& path, const Sizes& sizes) {
         train(model, way.acts, way.workspace);  // warms up
         const std::vector<float> gradients = to_floats(model.grads);
         if (way.name == "none") expected = gradients;
-        check(gradients == expected, "--recompute ", way.name, " gives other gradients than none");
+        check(gradients == expected, "--recompute ", way.name, " gives gradients that differ from those of none");
     }
     for (int64_t step = 0; step < sizes.steps; ++step)
         // Each round begins with another setting, so that a periodic disturbance does not always slow down the same

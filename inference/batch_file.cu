@@ -32,7 +32,7 @@ namespace {
 std::string id_of(const Json::Value& line, int64_t number) {
     const Json::Value& id = member(line, "id");
     check(id.isNull() || id.isString() || id.type() == Json::intValue || id.type() == Json::uintValue, "\"id\" is ",
-          JsonText(id).str(), ": give a text, or a whole number of at most 64 bits");
+          JsonText(id).str(), ": give a string, or a whole number of at most 64 bits");
     return id.isNull() ? std::to_string(number) : JsonText(id).str();
 }
 
@@ -46,8 +46,8 @@ class Fields {
     bool read(const char* name, T& to) {
         const char* const expected = std::is_integral_v<T>                         ? "a whole number"
                                      : std::is_floating_point_v<T>                 ? "a number"
-                                     : std::is_same_v<T, std::string>              ? "a text"
-                                     : std::is_same_v<T, std::vector<std::string>> ? "a list of texts"
+                                     : std::is_same_v<T, std::string>              ? "a string"
+                                     : std::is_same_v<T, std::vector<std::string>> ? "a list of strings"
                                                                                    : "a list of whole numbers";
         const Json::Value* const value = find(name);
         if (value && !read_value(*value, to))
@@ -86,7 +86,7 @@ void read_sampling(Fields& fields, TextRequest& request) {
     fields.read("logprobs", s.logprobs);
     fields.read("prompt_logprobs", request.scores_prompt);
     check(!request.scores_prompt || s.logprobs >= 0,
-          "\"prompt_logprobs\" needs \"logprobs\", too: how many others to tell");
+          "\"prompt_logprobs\" needs \"logprobs\", too: how many other tokens to list");
     if (const Json::Value* bias = fields.find("logit_bias")) s.logit_bias = read_logit_bias(*bias);
 }
 
@@ -183,7 +183,7 @@ class BatchRun {
         }
         sync_answers();
         check(!files_.in.bad(), "--batch ", options_.batch,
-              ": it could not be read to its end; what was read of it is answered: see to the disk, and run it again");
+              ": it could not be read to the end; what was read of it is answered: check the disk, and run it again");
         return count_;
     }
 

@@ -99,14 +99,14 @@ auto EngineLoop::between_steps(F f) -> decltype(f()) {
     try {
         return result.get();
     } catch (const std::future_error&) {
-        throw HttpError(503, "the server is ending");
+        throw HttpError(503, "the server is shutting down");
     }
 }
 
 // No request passes one that waits. Where none waits, a new one has to wait itself if there are too few places for all
 // of its answers.
 void EngineLoop::check_room(std::span<const TextRequest> added) const {
-    if (ending_) throw HttpError(503, "the server is ending, and takes no further requests");
+    if (ending_) throw HttpError(503, "the server is shutting down, and takes no further requests");
     const Scheduler& scheduler = requests_.engine().scheduler();
     const int64_t n_places = scheduler.options().max_sequences, n = added.front().n, n_added = std::ssize(added);
     const int64_t most = n_places / n + options_.max_waiting;
@@ -119,10 +119,10 @@ void EngineLoop::check_room(std::span<const TextRequest> added) const {
     for (const Request* request : requests_.unfinished()) places -= request->n, n_waiting += places < 0;
     if (scheduler.is_full()) places = 0, n_waiting = scheduler.n_waiting();
     if (n_waiting + n_added - std::max<int64_t>(0, places) / n > options_.max_waiting)
-        throw HttpError(
-            429,
-            concat(n_waiting, " requests are waiting, and at most ", options_.max_waiting, " may: try again later"),
-            "rate_limit_exceeded");
+        throw HttpError(429,
+                        concat(n_waiting, " requests are waiting, and at most ", options_.max_waiting,
+                               " may wait: try again later"),
+                        "rate_limit_exceeded");
 }
 
 // The pieces of a request go to a queue, and their times to the metrics.
@@ -189,7 +189,7 @@ std::optional<IndexedPiece> EngineLoop::Submission::next(const std::function<boo
         if (auto piece = next_if_there(kLookSeconds)) return piece;
         if (has_ended) {
             outcome_ = Outcome::failed;
-            throw HttpError(500, "the engine has ended by an error");
+            throw HttpError(500, "the engine has ended with an error");
         }
     }
     return {};

@@ -26,7 +26,7 @@
 //     chat_template.cu a conversation as the text that a model was trained on
 //     chat.cu          --chat: a conversation in the terminal
 //     perplexity.cu    --eval: how surprised a model is by a text
-//     server.cu        --serve: the model behind HTTP, with OpenAI's interface; its parts are in server.h
+//     server.cu        --serve: the model behind HTTP, with OpenAI's API; its parts are in server.h
 #pragma once
 
 #include "core/core.h"
@@ -878,7 +878,7 @@ BatchCount run_batch(LoadedModel& model, Requests& requests, const GenerateOptio
 // chat_template.cu: a conversation as the text that a model was trained on
 
 struct ChatMessage {
-    // "system" (at most one, the first), then "user" and "assistant", in turns as models know them; the last is the
+    // "system" (at most one, the first), then "user" and "assistant", alternating as models know them; the last is the
     // user's.
     std::string role, content;
 };
@@ -937,7 +937,7 @@ Perplexity evaluate_text(const LoadedModel& model, std::span<const int32_t> toke
 // server.cu: --serve
 
 // Binds --host and --port: Error where it cannot; needs no weights. What it returns prints where it listens, and
-// answers HTTP requests with OpenAI's interface (doc/inference.md) until SIGINT or SIGTERM: then requests that run are
+// answers HTTP requests with OpenAI's API (doc/inference.md) until SIGINT or SIGTERM: then requests that run are
 // finished, new ones are refused, and it returns; a second signal ends the process. The engine's steps are done by the
 // thread that calls it, each connection has a thread of its own.
 std::function<void()> open_server(LoadedModel& model, const GenerateOptions& options);

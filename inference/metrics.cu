@@ -78,7 +78,7 @@ int64_t Metrics::answer_tokens() const {
 
 std::string Metrics::text(const EngineView& engine) const {
     const std::lock_guard lock(mutex_);
-    std::string text = head("llm_requests_total", "counter", "requests that have ended, by how");
+    std::string text = head("llm_requests_total", "counter", "requests that have ended, by outcome");
     for (const Outcome outcome : {Outcome::completed, Outcome::cancelled, Outcome::timed_out, Outcome::failed}) {
         const auto found = outcomes_.find(outcome);
         text += concat("llm_requests_total{outcome=\"", name_of(outcome), "\"} ",

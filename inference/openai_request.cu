@@ -110,7 +110,7 @@ void read_ends(Fields& fields, const ServedModel& served, bool chat, TextRequest
     if (const Json::Value* stop = fields.find("stop")) {
         request.stop.clear();
         if (stop->isString()) request.stop = {stop->asString()};
-        else if (!read_value(*stop, request.stop)) Fields::wrong_type("stop", *stop, "a text or a list of texts");
+        else if (!read_value(*stop, request.stop)) Fields::wrong_type("stop", *stop, "a string or a list of strings");
         if (std::find(request.stop.begin(), request.stop.end(), "") != request.stop.end())
             refuse("stop", "a stop text is empty");
     }
@@ -142,7 +142,7 @@ void check_length(const ServedModel& served, TextRequest& request, const std::st
 std::string text_of(const Json::Value& content, const std::string& field) {
     std::string text, of_part;
     if (read_value(content, text)) return text;
-    if (!content.isArray()) Fields::wrong_type(field, content, "a text, or a list of parts of the type \"text\"");
+    if (!content.isArray()) Fields::wrong_type(field, content, "a string, or a list of parts of the type \"text\"");
     for (const Json::Value& part : content) {
         if (member(part, "type") != Json::Value("text") || !read_value(member(part, "text"), of_part))
             Fields::wrong_type(field, part, "{\"type\": \"text\", \"text\": ...}: the model reads text only");
@@ -173,7 +173,7 @@ std::vector<ChatMessage> read_messages(const Json::Value* list) {
     return messages;
 }
 
-// "prompt" is a text, a list of texts, a list of tokens, or a list of lists of tokens.
+// "prompt" is a string, a list of strings, a list of tokens, or a list of lists of tokens.
 void read_prompts(const Json::Value* prompt, const ServedModel& served, const TextRequest& like, ApiRequest& api) {
     if (!prompt) refuse("prompt", "\"prompt\" is missing");
     std::vector<std::string> texts;
@@ -184,7 +184,7 @@ void read_prompts(const Json::Value* prompt, const ServedModel& served, const Te
     else if (!empty && read_value(*prompt, tokens)) lists = {tokens};
     else if (empty || (!read_value(*prompt, texts) && !read_value(*prompt, lists)))
         Fields::wrong_type("prompt", *prompt,
-                           "a text, a list of texts, a list of tokens, or a list of lists of tokens");
+                           "a string, a list of strings, a list of tokens, or a list of lists of tokens");
     if (lists.empty())
         for (const std::string& text : texts) lists.push_back(encode_prompt(served.model, text));
     else texts.clear();
@@ -227,7 +227,7 @@ ApiRequest read_api_request(const ServedModel& served, bool chat, const std::str
     if (!object.isObject()) throw HttpError(400, "the body is not a JSON object");
     Fields fields(object);
     std::string model = served.name;
-    fields.read("model", model, "a text");
+    fields.read("model", model, "a string");
     if (model != served.name)
         throw HttpError(
             404,

@@ -61,7 +61,7 @@ void add_request_options(CommandLine& line, GenerateOptions& o) {
     what.flag("--ids", o.ids, "print token ids, a line for each answer, instead of text");
     what.option(
         "--logprobs", o.sampling.logprobs,
-        "behind an answer, a line for each token of it: its log-probability, and this many of the most probable "
+        "after an answer, a line for each token of it: its log-probability, and this many of the most probable "
         "tokens there with theirs, up to 20; with --batch and --serve \"logprobs\" as OpenAI has them; -1: none");
     what.flag("--chat", o.chat, "a conversation in the terminal: a line is a message");
     what.option("--template", o.chat_template,
@@ -81,11 +81,13 @@ void add_sampling_options(CommandLine& line, GenerateOptions& o, Typed& typed) {
     sampling.option("--temperature", s.temperature, "divides the logits; 0: always the most probable token");
     sampling.option("--top-k", s.top_k, "only the k most probable tokens; 0: all");
     sampling.option("--top-p", s.top_p, "only the most probable tokens that together have this probability");
-    sampling.option("--min-p", s.min_p, "only tokens at least this times as probable as the most probable one");
+    sampling.option("--min-p", s.min_p,
+                    "only tokens with at least this fraction of the most probable one's probability");
     sampling.option("--logit-bias", typed.logit_bias,
                     "ID:VALUE, or several with commas between them: added to the logits of these tokens; -100 to 100");
     sampling.option("--repetition-penalty", s.repetition_penalty, "above 1: tokens seen before become less probable");
-    sampling.option("--presence-penalty", s.presence_penalty, "taken from the logits of tokens that the answer has");
+    sampling.option("--presence-penalty", s.presence_penalty,
+                    "subtracted from the logits of tokens that the answer has");
     sampling.option("--frequency-penalty", s.frequency_penalty, "the same, for each time that the answer has them");
     sampling.option("--beams", o.beams,
                     "beam search: the most probable answers that this many beams find; 0: draw tokens");
@@ -116,7 +118,7 @@ void add_engine_options(CommandLine& line, GenerateOptions& o, Typed& typed) {
     engine.option("--lookup", e.lookup,
                   "the same without a model: propose this many tokens that followed before in the same text; 0: none");
     engine.option("--batching", typed.batching,
-                  "continuous: requests join and leave at every step; static: the next ones wait for all to end");
+                  "continuous: requests join and leave at every step; static: the next ones wait until all have ended");
     engine.option("--preempt", typed.preempt,
                   "where pages run out: swap the youngest request's to the host, or recompute them later");
     engine.option("--graphs", typed.graphs,
@@ -126,7 +128,7 @@ void add_engine_options(CommandLine& line, GenerateOptions& o, Typed& typed) {
 void add_server_options(CommandLine& line, GenerateOptions& o) {
     Heading server{line, "Server"};
     ServerOptions& s = o.server;
-    server.flag("--serve", o.serve, "answer HTTP requests as OpenAI's interface has them; a page to try it is at /");
+    server.flag("--serve", o.serve, "answer HTTP requests as OpenAI's API defines them; a page to try it is at /");
     server.option("--host", s.host, "address to listen on; 0.0.0.0: all of this machine");
     server.option("--port", s.port, "port to listen on; 0: one that is free");
     server.option("--api-key", s.api_key, "clients must send it; default: none is asked for");
@@ -189,7 +191,7 @@ void check_server(const ServerOptions& s) {
     check(s.max_waiting <= kMost, "--max-waiting can be at most ", kMost);
     const auto is_printed = [](char c) { return c > ' ' && c <= '~'; };
     check(std::ranges::all_of(s.api_key, is_printed),
-          "--api-key: give printed characters of ASCII, and no blank: no client can send others");
+          "--api-key: give printable ASCII characters without spaces: clients cannot send others");
 }
 
 void settle(GenerateOptions& o, const Typed& typed, const CommandLine& line) {

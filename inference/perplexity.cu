@@ -63,7 +63,7 @@ std::vector<int32_t> tokens_to_evaluate(const LoadedModel& model, const std::str
     const int64_t V = model.config.V;
     for (const int32_t token : tokens)
         check(token < V, "--eval ", path, ": the text has the token ", token, ", but the model knows 0 to ", V - 1,
-              ": its tokenizer is another one");
+              ": the tokenizer is not the model's");
     return tokens;
 }
 

@@ -151,8 +151,8 @@ int64_t Requests::add(TextRequest text) {
     check(!text.scores_prompt || s.logprobs >= 0,
           "a prompt is scored by log-probabilities: logprobs must be 0 or more");
     check(!text.beams || (text.stop.empty() && s.logit_bias.empty() && s.logprobs < 0 && text.n <= text.beams->n_beams),
-          "beam search gives at most as many answers as it has beams, and knows no stop strings, no logit_bias and no ",
-          "logprobs");
+          "beam search gives at most as many answers as it has beams, and supports no stop strings, no logit_bias and "
+          "no logprobs");
     auto r = std::make_unique<Running>();
     r->request.id = ++n_requests_;
     r->request.prompt = text.prompt;

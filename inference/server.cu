@@ -71,7 +71,7 @@ std::vector<Route> routes(const ServedModel& served, EngineLoop& engine, const M
     return {get("/", "text/html; charset=utf-8", false, [] { return kPage; }),
             get("/health", json, false,
                 []() -> std::string {
-                    if (g_ending) throw HttpError(503, "the server is ending");
+                    if (g_ending) throw HttpError(503, "the server is shutting down");
                     return "{\"status\": \"ok\"}";
                 }),
             get("/metrics", "text/plain; version=0.0.4", true, [&] { return metrics.text(engine.view()); }),

@@ -508,7 +508,7 @@ std::vector<MixedPath> parse_mixed_paths(const std::string& text) {
         weights.push_back(weight);
     }
     if (is_there(text) || (paths.empty() && n_there < 2)) return {{text, kMixShares}};
-    check(paths.size() == n_words, text, ": each of several sources needs a weight, as a.txt:0.7,b.txt:0.3");
+    check(paths.size() == n_words, text, ": each of several sources needs a weight, as in a.txt:0.7,b.txt:0.3");
     for (size_t i = 0; i < paths.size(); ++i)
         check(weights[i] > 0 && std::isfinite(weights[i]), text, ": the weight of ", paths[i].path,
               " must be a number above 0");

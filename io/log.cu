@@ -122,7 +122,7 @@ void append_whole(int fd, std::string_view bytes, const std::string& path) {
         write_all(fd, bytes.data(), bytes.size(), path);
     } catch (const Error&) {
         if (before >= 0 && ::ftruncate(fd, before) != 0)
-            fail("cannot cut ", path, " to its whole rows: ", std::strerror(errno));
+            fail("cannot truncate ", path, " after its last complete row: ", std::strerror(errno));
         throw;
     }
 }

@@ -79,7 +79,7 @@ class Reader {
     }
     std::string option(const Json::Value& node, const char* key, std::string otherwise) const {
         const Json::Value& value = member(node, key);
-        want(value.isNull() || read_value(value, otherwise), '"', key, "\" of ", type_of(node), " is not a text");
+        want(value.isNull() || read_value(value, otherwise), '"', key, "\" of ", type_of(node), " is not a string");
         return otherwise;
     }
     int count(const Json::Value& node, const char* key) const {

@@ -185,7 +185,7 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
     CHECK(ones[1]["ids"] == answers["90"]["ids"]);
     // A file that can be opened and not be read, as on a broken disk.
     CHECK(one_line_with(line_of(generate("--batch /proc/self/mem --out " + (folder / "none"))),
-                        "--batch /proc/self/mem: it could not be read to its end"));
+                        "--batch /proc/self/mem: it could not be read to the end"));
     // Answers to standard output stand there alone.
     const std::string printed = folder / "printed";
     CHECK(generate("--batch " + in + " --out /dev/stdout > " + printed).status == 0);
@@ -201,14 +201,14 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
     CHECK(refused.status == 1);
     CHECK(slurp(out) == whole);
     CHECK_THAT(refused.err, ContainsSubstring("line 5: the line: not valid JSON at line 1, column 1"));
-    CHECK_THAT(refused.err, ContainsSubstring("line 6: \"prompt\" is 3: expected a text"));
+    CHECK_THAT(refused.err, ContainsSubstring("line 6: \"prompt\" is 3: expected a string"));
     CHECK_THAT(refused.err, ContainsSubstring("line 7: top_p"));
     CHECK_THAT(refused.err, ContainsSubstring("line 8: a line before this one has the id 9, too"));
     CHECK_THAT(refused.err, ContainsSubstring("line 9: \"max_tokens\": a request has no such field; it can have id, "));
-    CHECK_THAT(refused.err, ContainsSubstring("line 10: \"id\" is 1e+30: give a text, or a whole number"));
-    CHECK_THAT(refused.err, ContainsSubstring("line 11: \"id\" is true: give a text, or a whole number"));
-    CHECK_THAT(refused.err, ContainsSubstring("line 12: \"id\" is [1]: give a text, or a whole number"));
-    CHECK_THAT(refused.err, ContainsSubstring("line 13: \"id\" is {}: give a text, or a whole number"));
+    CHECK_THAT(refused.err, ContainsSubstring("line 10: \"id\" is 1e+30: give a string, or a whole number"));
+    CHECK_THAT(refused.err, ContainsSubstring("line 11: \"id\" is true: give a string, or a whole number"));
+    CHECK_THAT(refused.err, ContainsSubstring("line 12: \"id\" is [1]: give a string, or a whole number"));
+    CHECK_THAT(refused.err, ContainsSubstring("line 13: \"id\" is {}: give a string, or a whole number"));
     CHECK_THAT(refused.err, ContainsSubstring("line 14: \"prompt_logprobs\" needs \"logprobs\", too"));
     CHECK_THAT(refused.err, ContainsSubstring("line 15: an answer has at least one token"));
     CHECK_THAT(refused.err, ContainsSubstring("line 16: 1000 answers to a prompt"));
@@ -260,7 +260,7 @@ TEST_CASE("what cannot be used is told before the weights are read, and a file s
     refused("--eval " + (folder / "empty"), "the text has 0 tokens, and at least 2 are needed");
     spit(folder / "one", "x");
     refused("--eval " + (folder / "one"), "the text has 1 tokens, and at least 2 are needed");
-    refused("--eval " + in + " --tokenizer test/golden/tokenizer/gpt2", "its tokenizer is another one");
+    refused("--eval " + in + " --tokenizer test/golden/tokenizer/gpt2", "the tokenizer is not the model's");
     refused("--prompt a --logit-bias 256:1", "logit_bias names token 256, but the model's tokens are 0 to 255");
     refused("--prompt-ids 1,300", "the prompt has the token 300, but the model knows 0 to 255");
     refused("--prompt a --cache-pages 1 --samples 2", "need 2 pages of the cache, which has 1");
@@ -493,7 +493,7 @@ TEST_CASE("generate refuses in one line what cannot be", "[generate][program]") 
         {"--prompt a --stop --ids", "--stop needs a value, and the next word, --ids, is a flag"},
         {"--chat --stop ''", "--stop is empty"},
         {"--serve --api-key ''", "--api-key is empty"},
-        {"--serve --api-key 'x '", "--api-key: give printed characters"},
+        {"--serve --api-key 'x '", "--api-key: give printable ASCII characters"},
         {"--prompt a --draft ''", "--draft is empty"},
         {"--serve --max-waiting 9e18", "--max-waiting can be at most 1048576"}};
     for (const auto& [arguments, words] : wrong) {

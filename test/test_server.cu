@@ -419,7 +419,7 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     refused(post("[1]"), 400, "not a JSON object");
     refused(post(std::string(100, '[')), 400, "levels");
     refused(post("{}"), 400, "\"prompt\" is missing", "prompt");
-    refused(post(R"({"prompt": {"a": 1}})"), 400, "expected a text, a list of texts", "prompt");
+    refused(post(R"({"prompt": {"a": 1}})"), 400, "expected a string, a list of strings", "prompt");
     refused(post(R"({"prompt": ""})"), 400, "no token", "prompt");
     refused(post(R"({"prompt": [1, 1000]})"), 400, "the token 1000", "prompt");
     refused(post(R"({"prompt": "a", "temperature": "hot"})"), 400, "\"temperature\" is \"hot\": expected a number",
@@ -450,7 +450,8 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     const char* const talk = "/v1/chat/completions";
     refused(post("{}", "", talk), 400, "missing", "messages");
     refused(post(R"({"messages": [{"role": "robot", "content": "a"}]})", "", talk), 400, "robot", "messages[0].role");
-    refused(post(R"({"messages": [{"role": "user", "content": 1}]})", "", talk), 400, "a text", "messages[0].content");
+    refused(post(R"({"messages": [{"role": "user", "content": 1}]})", "", talk), 400, "a string",
+            "messages[0].content");
     refused(post(R"({"messages": [{"role": "user", "content": "a"}], "logprobs": true, "top_logprobs": -1})", "", talk),
             400, "it must be from 0 to 20", "top_logprobs");
     refused(post(R"({"messages": [{"role": "user", "content": "a"}], "logprobs": true, "top_logprobs": 21})", "", talk),

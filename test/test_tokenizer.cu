@@ -449,9 +449,9 @@ TEST_CASE("tokenizer files that cannot work are refused in one line") {
     CHECK(one_line_with(component("pre_tokenizer", R"({"type": "Digits", "individual_digits": "true"})"),
                         "\"individual_digits\" of Digits is not true or false"));
     CHECK(one_line_with(component("pre_tokenizer", R"({"type": "Punctuation", "behavior": 1})"),
-                        "\"behavior\" of Punctuation is not a text"));
+                        "\"behavior\" of Punctuation is not a string"));
     CHECK(one_line_with(refusal([](json& f) { f["model"]["ignore_merges"] = 1; }), "\"ignore_merges\" of BPE is not"));
-    CHECK(one_line_with(refusal([](json& f) { f["model"]["unk_token"] = 0; }), "\"unk_token\" of BPE is not a text"));
+    CHECK(one_line_with(refusal([](json& f) { f["model"]["unk_token"] = 0; }), "\"unk_token\" of BPE is not a string"));
     CHECK(one_line_with(component("pre_tokenizer", R"({"type": "Split", "behavior": "Isolated"})"), "Split has no"));
     CHECK(one_line_with(refusal([](json& f) { f["pre_tokenizer"] = f["decoder"] = json(); }), "no decoder", ours));
 
