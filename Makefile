@@ -530,7 +530,7 @@ count:
 	$(Q)$(LINK_COUNTED) $(COUNTED_ONCE) $(COUNTED_AGAIN) build/cpu/libllm.a $(catch2_library) $(LDLIBS) -o build/cpu-count/run_tests
 	@test/count_bytes.sh build/cpu-count/train_gpt build/cpu-count/run_tests
 
-# ---- the GPU harness: a GPU is at hand only for minutes at a time, so each of these is one command ----------------------
+# ---- the GPU harness: a GPU is available only for minutes at a time, so each of these is one command --------------------
 # Their variables are described at the top of each script, and may be given to make: make bench MODELS=gpt2 SEQS=1024.
 gpu-check:
 	@MAKE='$(MAKE)' dev/gpu_check.sh $(BUILD)

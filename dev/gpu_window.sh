@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# dev/gpu_window.sh BUILD_FOLDER: the ten minutes in which a GPU is at hand, in the order of what is worth most.     make gpu-window
+# dev/gpu_window.sh BUILD_FOLDER: the ten minutes in which a GPU is available, in the order of what is worth most.     make gpu-window
 #
 #   1. build       what the following needs, on all cores
 #   2. smoke       each kernel for Hopper's tensor cores by itself, in a process with a time limit. One that hangs, traps or is

@@ -52,7 +52,7 @@ void add_model_options(CommandLine& line, GenerateOptions& o, Typed& typed) {
 
 void add_request_options(CommandLine& line, GenerateOptions& o) {
     Heading what{line, "What to write"};
-    what.option("--prompt", o.prompt, "text that the answer goes on from");
+    what.option("--prompt", o.prompt, "text that the answer continues");
     what.option("--prompt-ids", o.prompt_ids, "the same as token ids, 1,2,3");
     what.option("--tokens", o.tokens, "at most this many tokens an answer");
     what.option("--samples", o.samples, "answers to the prompt");
@@ -105,7 +105,7 @@ void add_engine_options(CommandLine& line, GenerateOptions& o, Typed& typed) {
     engine.option("--page-size", e.cache.page_size, "tokens of a page of the cache");
     engine.option("--cache-pages", e.cache.n_pages,
                   "pages of the cache; 0: enough for all sequences at full length, or what nine tenths of the free "
-                  "memory hold beside the rest");
+                  "memory hold besides the rest");
     engine.option("--cache-dtype", typed.cache_dtype, "of the cache: same as the model's, or fp8");
     engine.flag("--no-prefix-sharing", typed.no_prefix_sharing,
                 "compute every prompt, even where others began with the same tokens");
