@@ -300,7 +300,7 @@ struct Param {
 //     kernel<<<grid, block, 0, stream>>>(...);
 //     launched("kernel", {.reads = bytes_of(inp, weight), .writes = bytes_of(out), .flops = 2.0 * N * C});
 //
-// The account of a training step (train_gpt --account) is made of these, and a test holds them against the bytes that
+// The account of a training step (train_gpt --account) is made of these, and a test compares them with the bytes that
 // the kernels touch on the CPU device.
 
 struct LaunchCost {

@@ -5,7 +5,7 @@
 // g++ -fsanitize=thread puts a call before every load and store, and the functions that are called are ours, instead of
 // the library that looks for races with them; copies of whole ranges are calls of memcpy and its like, to which the
 // Makefile gives other names. So a byte of an allocation gets a mark when it is read, and another when it is written;
-// after a launch the marks are counted, and held against what the launcher states (launched(), core/core.h).
+// after a launch the marks are counted, and compared with what the launcher states (launched(), core/core.h).
 //
 // A kernel runs on the OS thread that launches it (OMP_NUM_THREADS=1), and each thread has marks of its own, because
 // ranks may be threads. What the host itself does with device memory is not counted.
@@ -56,8 +56,8 @@ struct Early {
 };
 thread_local Early early;
 
-// How what is touched is held against what is stated. `most`: the data say how much it is; the statement is what it may
-// be at most, and over all launches it is at least three quarters of that. `at_most`: the data may leave nothing of it.
+// How what is touched is compared with what is stated. `most`: the data say how much it is; the statement is what it
+// may be at most, and over all launches it is at least three quarters of that. `at_most`: the data may leave nothing of it.
 enum class Held : uint8_t { exact, most, at_most, at_least };
 struct HeldBytes {
     Held reads, writes;

@@ -87,7 +87,7 @@ class CudaBreak(gdb.Command):
 
 
 class CudaNext(gdb.Command):
-    """cuda-next: steps over one line, in this CUDA thread, whatever breakpoints the others meet on the way."""
+    """cuda-next: steps over one line, in this CUDA thread, whatever breakpoints the others hit on the way."""
 
     def __init__(self):
         super().__init__("cuda-next", gdb.COMMAND_RUNNING)

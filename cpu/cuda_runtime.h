@@ -218,7 +218,7 @@ namespace cuda_cpu {
 // From now on cudaMalloc gives addresses without memory: for work that is recorded (captured) and never runs, of any
 // size. A kernel that runs and touches them faults; copies and memsets do nothing there.
 void take_addresses_alone(bool on);
-// make count (cpu/count_bytes.cpp): what the launch just before has touched is held against this. A launch that states
+// make count (cpu/count_bytes.cpp): what the launch just before has touched is compared with this. A launch that states
 // nothing, nullptr, is not counted.
 void count_launch(const char* kernel, int64_t reads, int64_t writes);
 // The next launch may start before those in front of it have ended (layers/early_launch.cuh); the block that runs has

@@ -15,7 +15,7 @@
 //
 // If one of these instructions touches what is in flight, it is reported; an ordinary read gets NaN.
 //
-// PROXIES. Copies and wgmma access shared memory in another way than ordinary stores, through the asynchronous proxy,
+// PROXIES. Copies and wgmma access shared memory in a different way from ordinary stores, by the asynchronous proxy,
 // and see these stores only after fence.proxy.async. This device cannot observe ordinary stores. But it keeps a second
 // copy of dynamic shared memory, the `view` of the asynchronous proxy: loads write to both, fences copy the ordinary
 // memory to the view, and where an instruction reads bytes that differ, they were written without a fence after them.

@@ -72,7 +72,7 @@ constexpr size_t kHugePageBytes = 2 << 20;
 
 constexpr size_t kNone = ~size_t{0};
 
-// The number behind `name` in a file, or the first one where no name is given; kNone: there is none.
+// The number after `name` in a file, or the first one where no name is given; kNone: there is none.
 size_t number_in(const std::string& path, const std::string& name = "") {
     std::ifstream file(path);
     if (!name.empty())

@@ -69,7 +69,7 @@ class Ahead {
     }
 
   private:
-    const char* at = nullptr;  // a run of `length` bytes; the next one begins `stride` behind it
+    const char* at = nullptr;  // a run of `length` bytes; the next one begins `stride` after it
     int64_t length = 0, stride = 0, offset = 0, left = 0;  // left: lines
 };
 

@@ -5,7 +5,7 @@
 //            CUDA_INJECTION64_PATH=$PWD/build/cuda/dev/libprofile.so PROFILE_FILE=trace.tsv ./train_gpt --steps 5
 //
 // CUPTI, part of the CUDA toolkit, hands out buffers full of records, each with the GPU's own clock at start and end:
-// true times of kernels, also of those in CUDA graphs, while they run as they always do, one behind the other without
+// true times of kernels, also of those in CUDA graphs, while they run as they always do, one after the other without
 // gaps that a profiler made. Lines as cpu/profile.cpp writes them:   <start, ns> <tab> <duration, ns> <tab> <name>
 //
 // Records are written every quarter of a second and at the end, lines whole, so that the program may also be killed.

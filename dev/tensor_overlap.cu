@@ -6,7 +6,7 @@
 //   debug    make DEBUG=1 DEVICE=cpu dev &&
 //            gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/tensor_overlap --rows 8
 //
-//     1  all-reduce          x is whole on each rank; behind the second product the parts of y are added everywhere
+//     1  all-reduce          x is whole on each rank; after the second product the parts of y are added everywhere
 //     2  gather, scatter     x and y are divided by rows (--sp): gather, multiply; multiply, reduce-scatter. As many
 //                            bytes, and 1/n of the memory between
 //     3  ring                the same bytes in n - 1 messages each (--tp-overlap): a piece of the rows is multiplied

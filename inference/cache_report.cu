@@ -9,7 +9,7 @@
 //     max_length - (p + a - 1)     are internal fragmentation
 //
 // Summed over its steps these are a p + a (a - 1) / 2, a (a - 1) / 2 and the rest of a max_length: so the average over
-// all slots needs no simulation. What is left of the pool behind its last slot is external fragmentation.
+// all slots needs no simulation. What is left of the pool after its last slot is external fragmentation.
 #include "inference/inference.h"
 
 #include <algorithm>

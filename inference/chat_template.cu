@@ -3,7 +3,7 @@
 // A chat model has seen conversations in one written form, with tokens of its own where messages begin and end; in
 // another form it is much worse. Hugging Face folders describe the form as a program in a template language (Jinja).
 // There are few forms, so we write each as a function, and recognise it by what its description mentions. What
-// transformers makes of the models' own descriptions is in test/golden/chat.json, and each form is held against it.
+// transformers makes of the models' own descriptions is in test/golden/chat.json, and each form is compared with it.
 #include "inference/inference.h"
 #include "io/json.h"
 
@@ -306,7 +306,7 @@ size_t end_of_tag(std::string_view jinja, size_t tag) {
 }
 
 // Does a description have text outside of its tags, which conversations would then have, too? As transformers sets
-// Jinja, a block or a comment takes the line end behind it and, where a line begins with it, the blanks before it; "-"
+// Jinja, a block or a comment takes the line end after it and, where a line begins with it, the blanks before it; "-"
 // takes all white space on its side of a tag; and a line end as the last character does not count.
 bool has_text_outside_tags(std::string_view jinja) {
     constexpr const char* kWhiteSpace = " \t\n\v\f\r";

@@ -1,4 +1,4 @@
-// inference/draft_model.cu: a small model proposes the next tokens of answers (inference/speculation.cu says what for).
+// inference/draft_model.cu: a small model proposes the next tokens of answers (inference/speculation.cu says why).
 //
 // As a plain loop, before each step of the engine:
 //
@@ -9,7 +9,7 @@
 //         where none is missing any more: draw a token, with the random numbers of the target at that position, and
 //             propose it
 //
-// What is here is a copy of what the engine has: rows for tokens of texts. Nobody has to tell when a sequence has
+// What is here is a copy of what the engine has: rows for tokens of texts. Nobody has to report when a sequence has
 // ended, was preempted or was cancelled: a text that is not proposed for is dropped, and its full pages may be found
 // again. A sequence for which there is no room or no page gets fewer proposals, or none, which changes the speed alone.
 #include "inference/inference.h"
@@ -57,7 +57,7 @@ void DraftModel::bring_up_to_date(std::span<const Drafted> drafted) {
         }
         if (text.cached) {
             const auto first = std::ranges::mismatch(text.tokens, tokens).in2;
-            // The logits behind the last token are wanted.
+            // The logits after the last token are wanted.
             const int64_t right = std::min<int64_t>(first - tokens.begin(), std::ssize(tokens) - 1);
             if (right < cache.length(*text.cached)) cache.truncate(*text.cached, right);
         }

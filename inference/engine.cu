@@ -126,7 +126,7 @@ std::string SpeculationCount::text() const {
 
 std::vector<Sampled> Engine::draw_tokens(const Tensor& logits) {
     std::vector<SamplingRow> rows;
-    std::deque<std::vector<int32_t>> with_draft;  // of sequences that have one: the rows behind it see its tokens
+    std::deque<std::vector<int32_t>> with_draft;  // of sequences that have one: the rows after it see its tokens
     std::deque<SamplingOptions> of_prompts;
     for (const Draw& draw : draws_) {
         const Sequence& sequence = *draw.sequence;
@@ -260,7 +260,7 @@ void Engine::deliver(std::span<const Sampled> drawn) {
     }
 }
 
-// For sequences that have an answer token: the step that computes their last token computes the draft behind it, too.
+// For sequences that have an answer token: the step that computes their last token computes the draft after it, too.
 void Engine::propose_drafts() {
     std::vector<DraftModel::Drafted> drafted;
     for (Request* request : requests_)

@@ -53,7 +53,7 @@ bool EngineLoop::run_tasks() {
 }
 
 void EngineLoop::run() {
-    const auto end = [&] {  // a task that is dropped here breaks its promise: who waits for it is told
+    const auto end = [&] {  // a task that is dropped here breaks its promise: whoever waits for it is told
         const std::lock_guard lock(mutex_);
         has_ended_ = true;
         tasks_.clear();
@@ -184,7 +184,7 @@ std::optional<IndexedPiece> EngineLoop::Submission::next(const std::function<boo
             throw HttpError(504, concat("the answer was not complete after ", loop_.options_.request_timeout,
                                         " seconds (--request-timeout)"));
         }
-        // Before the queue is looked into: the last pieces may come while nobody looks, and the engine end behind them.
+        // Before the queue is looked into: the last pieces may come while nobody looks, and the engine end after them.
         const bool has_ended = loop_.has_ended();
         if (auto piece = next_if_there(kLookSeconds)) return piece;
         if (has_ended) {

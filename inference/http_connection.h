@@ -151,7 +151,7 @@ class Connection final : public httplib::Stream {
     bool in_headers_ = false, has_written_ = false, ends_ = false;
     char before_ = '\0';  // the last byte of a line
     // Of a body in chunks: the bytes of a chunk that are still to come, or else what has come of the line with the
-    // length of the next, or of the empty line behind one.
+    // length of the next, or of the empty line after one.
     bool chunked_ = false, behind_chunk_ = false;
     uint64_t chunk_left_ = 0;
     std::string chunk_line_;

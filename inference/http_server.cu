@@ -146,7 +146,7 @@ class Listener : public httplib::Server {
     }
 
     // Where two readers of a connection, as a proxy and this server, could find different lengths of a body, they would
-    // find different requests behind it (RFC 9112, section 6.3). False: the response tells what is wrong.
+    // find different requests after it (RFC 9112, section 6.3). False: the response tells what is wrong.
     static bool has_clear_length(const httplib::Request& request, httplib::Response& response) {
         const std::string length = request.get_header_value("Content-Length"),
                           coding = request.get_header_value("Transfer-Encoding");

@@ -104,7 +104,7 @@ class PagedCache {
     // How many pages reserve(sequence, n) would take, copies included; and how many it can have.
     int64_t pages_wanted(SequenceId sequence, int64_t n) const;
     int64_t pages_available() const;  // free or kept
-    // Pages for n tokens behind the sequence's last, of its own (a copy, if the last page is shared). False, and
+    // Pages for n tokens after the sequence's last, of its own (a copy, if the last page is shared). False, and
     // nothing has changed, if there are too few.
     bool reserve(SequenceId sequence, int64_t n);
     // These tokens are computed in the step that comes next, in rows that were reserved. Pages that they fill can be
@@ -221,7 +221,7 @@ class JsonText;  // io/json.h
 LogitBias parse_logit_bias(const std::string& flag, const std::string& text);
 LogitBias read_logit_bias(const Json::Value& value);
 // OpenAI's {"tokens", "token_logprobs", "top_logprobs", "text_offset"}. offset: characters of the text before these
-// tokens, where it is below 0 written as 0; afterwards behind them. A token that is kUnscored begins the text, and has
+// tokens, where it is below 0 written as 0; on return after them. A token that is kUnscored begins the text, and has
 // null in place of numbers.
 JsonText logprobs_json(const Tokenizer& tokenizer, std::span<const Sampled> tokens, int64_t& offset);
 // The offset of a prompt's first token: below 0 where tokens that the text lacks stand before it, as <|begin_of_text|>.
@@ -236,7 +236,7 @@ std::optional<std::string> text_of(const Tokenizer& tokenizer, int32_t token, bo
 // speculation.cu: several tokens of a sequence in one step
 //
 // The next k tokens are proposed at little cost: by a small model (--draft), or by the text itself (--lookup). One step
-// of the model computes the logits behind each of them, and a token is drawn from each, as always (each row with the
+// of the model computes the logits after each of them, and a token is drawn from each, as always (each row with the
 // proposed tokens before it in `answer`). As long as the drawn tokens equal the proposed ones they are the text. The
 // first that differs is the text too, since all before it are; what follows it is forgotten. So a step gains from 1 to
 // k + 1 tokens, and the text is the same tokens as without speculation, greedy or drawn: proposals change its speed
@@ -253,7 +253,7 @@ std::optional<std::string> text_of(const Tokenizer& tokenizer, int32_t token, bo
 // depends on whether there was room in its step to verify a proposal: the text has the same distribution, and not the
 // same tokens whatever runs beside it.
 
-// How many of the drawn tokens the text gains. drawn[i] stands behind the first i proposed tokens; one more than those.
+// How many of the drawn tokens the text gains. drawn[i] stands after the first i proposed tokens; one more than those.
 size_t tokens_gained(std::span<const int32_t> proposed, std::span<const Sampled> drawn);
 
 // Proposes what followed the last time that the text had the same last three, two, or else one tokens.
@@ -265,7 +265,7 @@ class PromptLookup {
     std::vector<int32_t> propose(std::span<const int32_t> tokens, int64_t k);
 
   private:
-    std::unordered_map<uint64_t, size_t> followers_;  // of n tokens, packed: the place behind their last occurrence
+    std::unordered_map<uint64_t, size_t> followers_;  // of n tokens, packed: the place after their last occurrence
     size_t n_read_ = 0;                               // tokens whose predecessors are in followers_
 };
 
@@ -332,7 +332,7 @@ struct SchedulerOptions {
 struct Sequence {
     uint64_t sample = 0;          // which of its request's
     std::vector<int32_t> tokens;  // prompt and answer
-    // Speculative decoding: tokens that may follow. The next step computes them too, and draws a token behind each.
+    // Speculative decoding: tokens that may follow. The next step computes them too, and draws a token after each.
     // next_step() removes those for which there is no room: in the step, in max_length, or in pages that are free.
     std::vector<int32_t> draft;
     std::optional<SequenceId> cached;  // in the cache, while its request runs
@@ -448,7 +448,7 @@ class CacheReport {
     struct Shares {
         double tokens = 0, reserved = 0, internal = 0, external = 0;
     };
-    Shares paged() const;                           // of owned pages; what a page has behind its tokens is internal
+    Shares paged() const;                           // of owned pages; what a page has after its tokens is internal
     Shares contiguous() const;                      // of the whole pool, cut into slots that are all taken
     std::string text() const;                       // four lines
     void write_png(const std::string& path) const;  // both as bars, and the pool over the steps
@@ -498,8 +498,8 @@ struct CachedRows {
     SequenceId sequence;
     int64_t first;
     std::vector<int32_t> tokens;
-    int64_t n_logits = 0;  // the logits behind the last n_logits of them are wanted,
-    int64_t times = 1;     // those behind the last one this many times: of tokens a and b in rows a, b, b, ...
+    int64_t n_logits = 0;  // the logits after the last n_logits of them are wanted,
+    int64_t times = 1;     // those after the last one this many times: of tokens a and b in rows a, b, b, ...
 };
 
 // step_graphs.cu: launches that are the same in every step of the same sizes are captured, and from then on launched as
@@ -624,7 +624,7 @@ class DraftModel {
 
 // What speculation gained.
 struct SpeculationCount {
-    int64_t proposed = 0, accepted = 0;  // tokens that were computed behind a text, and those that were drawn then
+    int64_t proposed = 0, accepted = 0;  // tokens that were computed after a text, and those that were drawn then
     int64_t steps = 0;                   // in which an answer drew a token that was not its first, for each answer
     std::string text() const;            // for people; "" where nothing was proposed
 };
@@ -643,7 +643,7 @@ class Engine {
     // Called for each token of an answer, in order; the sequence holds it already. False ends this answer.
     // The callbacks must call neither add() nor cancel().
     std::function<bool(Request& request, Sequence& sequence, const Sampled& token)> token_ready;
-    // An answer ends behind token_ready's false or before a stop token ("stop"), at max_tokens ("length"), or where the
+    // An answer ends after token_ready's false or before a stop token ("stop"), at max_tokens ("length"), or where the
     // logits are not finite ("error"). Nothing of it is used by the engine any more; of the request neither, when its
     // last answer has ended.
     std::function<void(Request& request, uint64_t sample, const char* reason)> answer_ended;
@@ -680,9 +680,9 @@ class Engine {
     const Timeline& timeline() const { return timeline_; }  // requests are told apart by their id
 
   private:
-    // Tokens to be drawn from neighbouring rows of logits: one, and one behind each token of the draft. Of an answer
+    // Tokens to be drawn from neighbouring rows of logits: one, and one after each token of the draft. Of an answer
     // that runs, or the first token of a new one, of which `sequence` is the parent. Or tokens of the prompt, which are
-    // given: the next ones behind request.scored.
+    // given: the next ones after request.scored.
     struct Draw {
         Request* request;
         Sequence* sequence;
@@ -809,7 +809,7 @@ struct LoadedModel : LoadedWeights {
   private:
     void take_weights();
     void take_beside(Engine& its, Arena& its_cache, Arena& its_activations, Arena& its_pinned);
-    // Enough for all sequences at full length, or as many as there is free memory for beside the rest; 1 at least.
+    // Enough for all sequences at full length, or as many as there is free memory for besides the rest; 1 at least.
     int64_t pages_that_fit();
     EngineOptions options_;
 };
@@ -853,7 +853,7 @@ std::vector<int32_t> encode_prompt(const LoadedModel& model, const std::string& 
 // ---------------------------------------------------------------------------------------------------------------------
 // batch_file.cu: --batch prompts.jsonl --out answers.jsonl. A line of the one is a request, a line of the other its
 // answer, written when it is complete, in the order in which they end. Lines of `out` that are there already are not
-// computed again, so that a batch that was stopped goes on where it was. Lines that are no requests are told on stderr.
+// computed again, so that a batch that was stopped continues where it was. Lines that are not requests: on stderr.
 //
 //   {"id": 7, "prompt": "..."}   also "prompt_ids" instead of "prompt"; "tokens", "temperature", "top_k", "top_p",
 //                                "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
@@ -905,7 +905,7 @@ struct ChatTemplate {
     const char* name;
     // The text up to where the assistant's next message begins.
     std::string (*render)(const std::vector<ChatMessage>& messages);
-    const char* end;  // what the model writes behind a message
+    const char* end;  // what the model writes after a message
 };
 // By its name; "" : the one that tokenizer_config.json or chat_template.jinja in the folder describe, or plain where
 // there is none. Error that lists the names, where it is none of these.

@@ -42,7 +42,7 @@ class PagePool {
     static constexpr int64_t kNoText = 0;        // the number of the text before the first page
     static constexpr int64_t kUnknownText = -1;  // of a page that is not full, or was never remembered
     int64_t text(int32_t page) const { return pages_[page].text; }
-    // The page with these tokens behind a text, or -1.
+    // The page with these tokens after a text, or -1.
     int32_t find(int64_t before, std::span<const int32_t> tokens) const;
     // This page is full and follows a text: from now on it can be found, unless another page of the same text is.
     void remember(int32_t page, int64_t before);

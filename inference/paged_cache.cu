@@ -4,8 +4,8 @@
 // count of the tables that it is in:
 //
 //     count     0  free, or kept: full, and it may be found again
-//               1  its sequence may write behind its last token
-//             > 1  shared: nobody writes. Who has to write takes a page of its own and copies the rows (copy-on-write)
+//               1  its sequence may write after its last token
+//             > 1  shared: nobody writes. A writer takes a page of its own and copies the rows (copy-on-write)
 //
 // The host has pages of the same kind. While a page of the device and one of the host hold the same rows, each is the
 // other's twin: of sequences that share a page only the first to be swapped out copies it, and only the first to come

@@ -2,7 +2,7 @@
 //
 // A step reads all weights once, whatever the number of its rows, so that a row alone is the most expensive. Batching
 // by steps (continuous batching) fills each with what there is: a request that has its last token leaves after it, and
-// another joins the next. A prompt has many rows and would make those wait who get one token a step; cut into pieces
+// another joins the next. A prompt has many rows and would make those that get one token a step wait; cut into pieces
 // (chunked prefill) it takes what room they leave.
 //
 //     requests    A B C D | E F G              in the order in which they came; the first n_running_ have pages
@@ -39,7 +39,7 @@ std::vector<SequenceId> cached_sequences(const Request& r) {
 // Pages that a request needs, beside those that it has, to compute the tokens that it has; and one more for each
 // sequence: without it a request would be admitted into the last pages, and preempted as soon as another one grows.
 // (With lengths as people write and read them, 400 requests and 1000 pages: 84 preemptions instead of 421.)
-// But no page behind the end of the answer: no request waits for what it will never use.
+// But no page after the end of the answer: no request waits for what it will never use.
 int64_t pages_ahead(const PagedCache& cache, const Request& r) {
     const int64_t page_size = cache.sizes().page_size;
     const int64_t all_rows = prompt_n(r) + r.max_tokens - 1;  // the last token's is never computed

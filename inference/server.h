@@ -53,7 +53,7 @@ struct Route {
 //     405  a method that the path does not have                      415  not application/json, or not gzip
 //     408  it took too long to send the request                      431  headers that are too large
 //                                                                    500  anything else that is thrown
-// and by the handlers: 404 another model than the one that is served; 429, 500, 503 and 504 are EngineLoop's.
+// and by the handlers: 404 a model other than the one that is served; 429, 500, 503 and 504 are EngineLoop's.
 class HttpServer {
   public:
     // Binds the port; clients that connect wait for start(). status_sent is called for every answer with its status.
@@ -84,7 +84,7 @@ class Histogram {
     double sum_ = 0;
 };
 
-// How a request ended, beside what its answers ended with.
+// How a request ended, besides what its answers ended with.
 enum class Outcome { completed, cancelled, timed_out, failed };
 
 struct EngineView;
@@ -145,7 +145,7 @@ struct IndexedPiece {
 class PieceQueue {
   public:
     void put(IndexedPiece piece);
-    std::optional<IndexedPiece> take(double seconds);  // waits for at most so long
+    std::optional<IndexedPiece> take(double seconds);  // waits for at most this long
 
   private:
     std::mutex mutex_;
@@ -167,10 +167,10 @@ class EngineLoop {
         Submission(EngineLoop& loop, std::vector<int64_t> ids, std::shared_ptr<PieceQueue> queue, int64_t n_answers);
         ~Submission();  // cancels what has not ended
         Submission(const Submission&) = delete;
-        // The next piece, in the order in which the engine made them; nothing behind the last. HttpError 500 if the
+        // The next piece, in the order in which the engine made them; nothing after the last. HttpError 500 if the
         // engine has ended before, 504 if the request took too long; nothing, too, when client_is_gone.
         std::optional<IndexedPiece> next(const std::function<bool()>& client_is_gone);
-        std::optional<IndexedPiece> next_if_there(double seconds = 0);  // waits for at most so long
+        std::optional<IndexedPiece> next_if_there(double seconds = 0);  // waits for at most this long
         bool ended() const { return n_left_ == 0; }
 
       private:

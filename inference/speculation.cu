@@ -6,8 +6,8 @@
 //       for i = the end of the text, downwards:
 //           if the n tokens before place i equal the last n tokens:  propose tokens[i], tokens[i + 1], ...
 //
-// A map from n tokens to the place behind their last occurrence takes the place of the inner loop. The last n tokens
-// themselves come into it when the token behind them is known, so that a look-up finds an earlier occurrence.
+// A map from n tokens to the place after their last occurrence takes the place of the inner loop. The last n tokens
+// themselves come into it when the token after them is known, so that a look-up finds an earlier occurrence.
 #include "inference/inference.h"
 
 #include <algorithm>

@@ -18,7 +18,7 @@ std::array<uint32_t, 256> printed_codes() {
     return codes;
 }
 
-// How many bytes at the end of a text are the beginning of a UTF-8 character: those that some bytes behind them
+// How many bytes at the end of a text are the beginning of a UTF-8 character: those that some bytes after them
 // complete.
 size_t incomplete_bytes(std::string_view text) {
     for (size_t n = 1; n <= std::min<size_t>(3, text.size()); ++n) {

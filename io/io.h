@@ -74,7 +74,7 @@ const char* reason_of(const std::exception& error);
 void end_with_reason();
 // Error if something that was printed could not be written: for programs whose result that is.
 void check_output();
-// Does a terminal that output goes to know the sequences behind ESC? TERM=dumb, as in an editor's window, does not.
+// Does a terminal that output goes to know sequences that begin with ESC? TERM=dumb, as in an editor, does not.
 bool terminal_knows_escapes();
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ class Tokenizer {
     virtual std::vector<int32_t> special_prefix() const { return {}; }
     virtual std::vector<int32_t> special_suffix() const { return {}; }
     std::vector<int32_t> encode_with_special(std::string_view text) const;
-    // Special tokens (<|eot_id|>) steer a model. decode() prints them; who shows text to people leaves them out.
+    // Special tokens (<|eot_id|>) steer a model. decode() prints them; whoever shows text to people leaves them out.
     virtual bool is_special(int32_t /*token*/) const { return false; }
     // The text of a row of tokens; it may end inside a UTF-8 character, as tokens do. Error for an id that is none.
     std::string decode(const std::vector<int32_t>& tokens) const;
@@ -177,7 +177,7 @@ class Tokenizer {
 
 // Text as it is generated. A token may end in the middle of a UTF-8 character: push() gives only bytes whose characters
 // are complete (or can no longer become so), finish() what is left, and then it is ready for another row. Together they
-// are decode() of all tokens. Who wants what follows a prompt pushes the prompt's tokens, too, and drops their text:
+// are decode() of all tokens. Whoever wants what follows a prompt pushes the prompt's tokens too, and drops their text:
 // some tokenizers print the first token of a row without its space.
 class StreamDecoder {
   public:
@@ -258,7 +258,7 @@ class TokenSource {
     int32_t document_token() const;  // the one that stands before documents; -1: none is known
     // Reads all tokens once, at the speed of the memory or the disk.
     struct Summary {
-        int32_t max_token = 0;  // to be held against the vocabulary
+        int32_t max_token = 0;  // to be compared with the vocabulary
         uint64_t checksum = 0;  // of all tokens and of the lengths of the files
     };
     Summary summary() const;

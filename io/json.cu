@@ -204,7 +204,7 @@ bool read_value(const Json::Value& value, std::string& to) { return value.isStri
 
 namespace {
 
-// How many bytes at text[i], where no whole character is, become one U+FFFD: those that some bytes behind them would
+// How many bytes at text[i], where no whole character is, become one U+FFFD: those that some bytes after them would
 // complete, or else one. (Unicode 15, 3.9: a maximal subpart)
 size_t broken_bytes(std::string_view text, size_t i) {
     for (size_t n = std::min<size_t>(3, text.size() - i); n > 1; --n)

@@ -147,7 +147,7 @@ void Translator::group() {
     for (size_t k = letters; k < i_; ++k) out_ += in_[k] == 'm' ? 's' : in_[k];
 }
 
-// {n}, {n,m}, {n,}, {,m} with ? or + behind; anything else in braces is text.
+// {n}, {n,m}, {n,}, {,m} with ? or + after them; anything else in braces is text.
 void Translator::quantifier() {
     size_t end = i_ + 1;
     while (end < in_.size() && (std::isdigit(static_cast<unsigned char>(in_[end])) || in_[end] == ',')) ++end;

@@ -7,7 +7,7 @@
 //   from 8+n        the data: row-major, little-endian; offsets count from here; no gap, no overlap, nothing after
 //
 // A file comes from somewhere else: nothing in it is trusted. Sizes are multiplied with overflow checks, every range is
-// held against the bytes there are, and errors quote names of the file only shortened and escaped.
+// compared with the bytes there are, and errors quote names of the file only shortened and escaped.
 #include <algorithm>
 #include <bit>
 #include <charconv>
@@ -330,7 +330,7 @@ void SafetensorsReader::verify() const {
 
 namespace {
 
-// What is written of a tensor beside its data.
+// What is written of a tensor besides its data.
 struct Written {
     const TensorToStore* tensor;
     int64_t begin, end;  // its bytes in the data

@@ -233,7 +233,7 @@ void Reader::read_decoder() {
     const Json::Value& root = member(root_, "decoder");
     want(!root.isNull() || parts_.bpe.byte_level, "there is no decoder, so that tokens cannot be printed", kSupported);
     decodes_bytes_ = root.isNull();
-    bool fused = false;  // steps before work on each token, steps behind on the whole text
+    bool fused = false;  // steps before work on each token, steps after it on the whole text
     for (const Json::Value* node : steps_of(root, "decoders")) {
         const Json::Value& step = *node;
         const std::string type = type_of(step);

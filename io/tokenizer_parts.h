@@ -65,7 +65,7 @@ using ChangedTexts = std::deque<std::string>;
 // Appends the parts of a piece to `parts`.
 using PreTokenizer = std::function<void(Piece piece, ChangedTexts& changed, std::vector<Piece>& parts)>;
 
-// What becomes of the matches of a pattern: words of their own; left out; joined to the stretch before or behind them;
+// What becomes of the matches of a pattern: words of their own; left out; joined to the stretch before or after them;
 // joined to other matches.
 enum class SplitBehavior { isolated, removed, merged_with_previous, merged_with_next, contiguous };
 // invert: what the pattern does not match counts as the matches.
@@ -95,7 +95,7 @@ struct TextHash {  // finds a string_view among strings
 struct Merge {
     int32_t rank, token;  // lower ranks merge first
 };
-// Two numbers -> Merge: a hash table in one block of memory, because BPE does little else than look pairs up.
+// Two numbers -> Merge: a hash table in one block of memory, because BPE does little but look pairs up.
 class MergeTable {
   public:
     void set(int32_t left, int32_t right, Merge merge);
