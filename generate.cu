@@ -215,7 +215,7 @@ void print_plan(LoadedModel& model) {
 }
 
 // What the flags ask for, to be done when the weights are there; gives the exit status. Inputs are read, outputs
-// opened, a prompt put into the engine and the server's port taken at once: what is wrong with them is told before the
+// opened, a prompt put into the engine and the server's port taken at once: mistakes in them are reported before the
 // weights are read, which takes minutes for large models.
 std::function<int()> prepare(LoadedModel& model, const GenerateOptions& o) {
     check_sampling(o.sampling, model.config.V);

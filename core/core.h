@@ -215,7 +215,7 @@ void from_floats(const Tensor& tensor, const std::vector<float>& values);  // ro
 //
 // ARENA_SEPARATE=1 in the environment gives each tensor an allocation of its own, so that compute-sanitizer and the CPU
 // device's guard pages (strict mode switches this on) see where each one ends. In strict mode a tensor ends at a guard
-// page, and starts on a boundary of 16 bytes alone.
+// page, and starts on a boundary of only 16 bytes.
 
 // Where an arena's memory is: on the device; in host memory whose pages stay in place, so that copies can run beside
 // the kernels; or in pages that migrate to the processor that accesses them (cudaMallocManaged).
@@ -306,7 +306,7 @@ struct Param {
 struct LaunchCost {
     // Bytes of device memory that the launch reads, or writes, each counted once however often it is touched.
     int64_t reads = 0, writes = 0;
-    // How many of them (read and written: twice) are intermediate results, which another way to compute needs not have.
+    // How many of them (read and written: twice) are intermediate results, which another way to compute does not need.
     int64_t scratch = 0;
     // Bytes that come from memory a second time, because the caches of a GPU cannot hold them until then.
     int64_t again = 0;

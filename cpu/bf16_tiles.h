@@ -12,7 +12,7 @@
 // Every operation rounds to the nearest, and takes numbers below 1.2e-38 as zero.
 //
 // One order of summation, as in sgemm.h: each 384 k's are summed anew, 32 at a time as above, whatever the shape. The
-// last 32 are filled up with zeros. So an element's bits depend on its row of A and its column of B alone; they are not
+// last 32 are padded with zeros. So an element's bits depend on its row of A and its column of B alone; they are not
 // those of float32's products, since even and odd k's have sums of their own.
 //
 // D is column-major, and a tile's rows are contiguous: so x is a tile of B (its columns are x's rows), y one of A, and

@@ -57,7 +57,7 @@ struct Early {
 thread_local Early early;
 
 // How what is touched is compared with what is stated. `most`: the data say how much it is; the statement is what it
-// may be at most, and over all launches it is at least three quarters of that. `at_most`: the data may leave nothing of it.
+// may be at most, and over all launches it is at least three quarters of that. `at_most`: the data may leave nothing.
 enum class Held : uint8_t { exact, most, at_most, at_least };
 struct HeldBytes {
     Held reads, writes;

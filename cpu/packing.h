@@ -73,7 +73,7 @@ void pack_row(const T* __restrict from, int64_t k_stride, int64_t lines, int64_t
 }
 
 // `count` lines (A's rows or B's columns) of k numbers, as slivers of `sliver` lines and `length` words: out[l * sliver
-// + i] for word l of line i, sliver after sliver. The last one is filled up with zeros to a whole number of vectors, or
+// + i] for word l of line i, sliver after sliver. The last one is padded with zeros to a whole number of vectors, or
 // to a sliver. What lies after a sliver's last word of k is not written.
 template <class Arithmetic, int sliver, class T>
 void pack(const T* from, int64_t line_stride, int64_t k_stride, int64_t count, int64_t k, float* to, int64_t length) {

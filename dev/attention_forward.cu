@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(kThreads* kThreads)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 4. mma.sync: tensor cores. One instruction of a warp makes 2048 multiply-adds, as 64 FMA instructions do, and its
+// 4. mma.sync: tensor cores. One instruction of a warp does 2048 multiply-adds, as 64 FMA instructions do, and its
 // operands are registers. Four warps with 16 queries each share tiles of 64 keys and values.
 //
 // S never leaves the registers of the warp: exponentials are computed in the registers that hold the result of the
@@ -403,7 +403,7 @@ void launch(const Problem& p, int n_threads, cudaStream_t stream) {
 // has two mbarriers, full (its bytes have arrived) and empty (all four warps have read it). The ring is explained in
 // layers/ptx.cuh.
 //
-// But a warp group does one thing after the other. An H100 makes 2048 multiply-adds and 16 exponentials per clock: the
+// But a warp group does one thing after the other. An H100 does 2048 multiply-adds and 16 exponentials per clock: the
 // products of a tile take 2 x 64^3 / 2048 = 256 clocks, its exponentials 64^2 / 16 = 256. Neither unit can be busy for
 // more than half of the time, unless another block in the same multiprocessor uses it in the meantime.
 

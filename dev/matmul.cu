@@ -4,7 +4,7 @@
 //
 // A language model spends most of its time here, and it is the one operation that can be limited by arithmetic instead
 // of memory: each of the M K + K N inputs takes part in N or M products. The rungs move this reuse into faster and
-// faster memory. A multiprocessor of an H100 makes 128 multiply-adds per clock. They need 256 operands, and the
+// faster memory. A multiprocessor of an H100 does 128 multiply-adds per clock. They need 256 operands, and the
 // multiprocessor gets from
 //
 //     device memory     4 numbers per clock    so each number must be used 64 times after it is loaded
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kSide* kSide)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // 4. Register tiles: a thread computes 8 x 8 elements. For one k it reads 8 numbers of a and 8 of b from shared memory,
-// and makes 64 multiply-adds of them: a quarter of a read for each instead of two. A block of 16 x 16 threads computes
+// and does 64 multiply-adds with them: a quarter of a read for each instead of two. A block of 16 x 16 threads computes
 // 128 x 128 elements, so device memory is also read 4 times less than before. The cost is registers: 64 sums, 16
 // factors and the addresses. A multiprocessor has 65536, so with 128 per thread two such blocks fit, and that is what
 // the 2 in __launch_bounds__ asks the compiler for. (Otherwise it uses 162, and then there is no second block that can

@@ -1,6 +1,6 @@
 // dev/matmul_tensor_cores.cuh: the kernels of rungs 7 to 10 of dev/matmul.cu, which multiply with tensor cores.
 //
-// A multiprocessor of an H100 makes 2048 multiply-adds per clock with them, 16 times as many as with FMA instructions.
+// A multiprocessor of an H100 does 2048 multiply-adds per clock with them, 16 times as many as with FMA instructions.
 // So each number that is read must be used 16 times as often:
 //
 //   rung               out elements                        reads per multiply-add: of device memory, of shared memory

@@ -556,7 +556,7 @@ def session_differs(command, tree):
     for i in range(max(len(shown), len(now))):
         has, wants = (lines[i] if i < len(lines) else "(nothing)" for lines in (shown, now))
         if has != wants:
-            return [f"the session is another one now; `make docs` writes it again\n  has   {has}\n  wants {wants}"]
+            return [f"the session has changed; `make docs` writes it again\n  has   {has}\n  wants {wants}"]
     return []
 
 
@@ -570,7 +570,7 @@ def source_lines_differ(command):
             source = read(path).splitlines()
         numbered = re.match(r"(\d+)\t(.*)", row)
         if numbered and (source + [""] * 10000)[int(numbered.group(1)) - 1] != numbered.group(2):
-            wrong.append(f"{command.where}: line {numbered.group(1)} of {path} is another one now; `make docs` writes it again\n"
+            wrong.append(f"{command.where}: line {numbered.group(1)} of {path} has changed; `make docs` writes it again\n"
                          f"  has   {numbered.group(2)}")
     return wrong
 

@@ -15,7 +15,7 @@
 //                         \_______________ |             round 3
 //                                     s01234567
 //
-// A tree is also more exact: a number goes through log2(n) additions, not through n. See the column of errors.
+// A tree is also more accurate: a number goes through log2(n) additions, not through n. See the column of errors.
 //
 //   run      make dev && build/cpu/dev/reduce                   (on a GPU build/cuda/dev/reduce)
 //            build/cpu/dev/reduce --check | --size 1000000 | --rung 3

@@ -2,7 +2,7 @@
 // who sends what.
 //
 //   run      make dev && build/cpu/dev/tensor_layouts layouts.png
-//            (--mode 1d --ranks 4: one geometry alone, with so many ranks)
+//            (--mode 1d --ranks 4: one geometry alone, with this many ranks)
 //   debug    make DEBUG=1 DEVICE=cpu dev &&
 //            gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/tensor_layouts out.png
 //

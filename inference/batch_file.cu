@@ -312,7 +312,7 @@ BatchFiles::BatchFiles(const GenerateOptions& options)
     struct stat answers = {}, output = {};
     if (fstat(out.fd(), &answers) == 0 && fstat(STDOUT_FILENO, &output) == 0 && !S_ISCHR(output.st_mode) &&
         answers.st_dev == output.st_dev && answers.st_ino == output.st_ino)
-        dup2(STDERR_FILENO, STDOUT_FILENO);  // --out /dev/stdout: what is told of the answers would stand among them
+        dup2(STDERR_FILENO, STDOUT_FILENO);  // --out /dev/stdout: what is said about the answers would be among them
     done = read_done(options.out);
     out_is_new = out_is_new && done.empty();
 }

@@ -107,7 +107,7 @@ void run_chat(LoadedModel& model, const GenerateOptions& o) {
         if (terminal && line.size() >= kMostTyped) {
             std::printf(
                 "(a terminal passes on %zu bytes of a line, and this one may have had more: send it in parts, or "
-                "by a pipe)\n",
+                "through a pipe)\n",
                 kMostTyped);
             continue;
         }

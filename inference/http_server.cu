@@ -121,7 +121,7 @@ class Listener : public httplib::Server {
                          : bind_to_port(options_.host.c_str(), static_cast<int>(options_.port))
                              ? static_cast<int>(options_.port)
                              : -1;
-        check(port > 0, "cannot listen at ", options_.host, " port ", options_.port, ": ", std::strerror(errno),
+        check(port > 0, "cannot listen on ", options_.host, " port ", options_.port, ": ", std::strerror(errno),
               "; give another --port (0: one that is free) or --host");
         ::listen(svr_sock_, SOMAXCONN);  // the library's queue is for 5 connections
         return port;
@@ -146,7 +146,7 @@ class Listener : public httplib::Server {
     }
 
     // Where two readers of a connection, as a proxy and this server, could find different lengths of a body, they would
-    // find different requests after it (RFC 9112, section 6.3). False: the response tells what is wrong.
+    // find different requests after it (RFC 9112, section 6.3). False: the response says what is wrong.
     static bool has_clear_length(const httplib::Request& request, httplib::Response& response) {
         const std::string length = request.get_header_value("Content-Length"),
                           coding = request.get_header_value("Transfer-Encoding");
@@ -240,7 +240,7 @@ class Listener : public httplib::Server {
                                         ": send it with \"Content-Type: application/json\""));
         const std::string encoding = request.get_header_value("Content-Encoding");
         if (!encoding.empty() && encoding != "gzip" && encoding != "deflate" && encoding != "identity")
-            throw HttpError(415, concat("the body is compressed by ", encoding, ": send it as it is, or by gzip"));
+            throw HttpError(415, concat("the body is compressed with ", encoding, ": send it as it is, or with gzip"));
         if (!request.has_header("Content-Length") && !request.has_header("Transfer-Encoding"))
             throw HttpError(411, "the request has no Content-Length");
         if (declared_bytes(request) > options_.max_body) throw too_large();

@@ -239,8 +239,8 @@ std::optional<std::string> text_of(const Tokenizer& tokenizer, int32_t token, bo
 // of the model computes the logits after each of them, and a token is drawn from each, as always (each row with the
 // proposed tokens before it in `answer`). As long as the drawn tokens equal the proposed ones they are the text. The
 // first that differs is the text too, since all before it are; what follows it is forgotten. So a step gains from 1 to
-// k + 1 tokens, and the text is the same tokens as without speculation, greedy or drawn: proposals change its speed
-// alone.
+// k + 1 tokens, and the text is the same tokens as without speculation, greedy or drawn: proposals change only
+// its speed.
 //
 // What a proposal has to guess is the token that the model draws with random numbers that are known. A draft model with
 // distribution q draws its proposal with the same numbers, one for each token (layers/draw_tokens.cu), and so finds the
@@ -354,13 +354,13 @@ struct Request {
     bool scores_prompt = false;
     std::vector<Sampled> scored;
     // Made by Scheduler: add() makes one, and fork() others when the prompt is computed; drop() takes away those that
-    // are finished. Before a step there are 1 to n. Who draws a token adds it to tokens: the scheduler changes cached,
-    // computed_n and draft alone.
+    // are finished. Before a step there are 1 to n. Whoever draws a token adds it to tokens: the scheduler changes only
+    // cached, computed_n and draft.
     std::vector<std::unique_ptr<Sequence>> sequences;
 };
 
 // Rows [first, first + n) of a sequence (tokens, then draft), computed in the next step. The last n_logits of them want
-// their logits: the first n_scored of these are a prompt's, for the log-probabilities of its next tokens. Behind them
+// their logits: the first n_scored of these are a prompt's, for the log-probabilities of its next tokens. After them
 // are none while some of the sequence's tokens are still to be computed; otherwise one, and one for each draft token.
 struct StepPart {
     Request* request;
@@ -373,7 +373,7 @@ struct StepPart {
 //   1. the requests that run, in the order in which they came: one row for each sequence;
 //   2. with what is left of step_tokens: the next piece of the prompts that are not yet computed, the oldest first;
 //   3. with what is left: requests that were preempted or wait, the oldest first, as long as there are pages for all of
-//      their tokens. Nobody passes somebody who came before: who waits for pages gets the next ones;
+//      their tokens. Nobody passes somebody who came before: whoever waits for pages gets the next ones;
 //   4. with what is left: drafts.
 // If step 1 or 2 finds no page, the request that came last gives its pages up (preemption): they are copied to the
 // host (if there are pages), or forgotten and computed again later, the answer so far included. If the one that finds
@@ -389,7 +389,7 @@ struct StepPart {
 class Scheduler {
   public:
     Scheduler(const SchedulerOptions& options, PagedCache& cache);
-    // Behind those that wait. Error, in one line, if it can never run: longer than max_length, or than all pages.
+    // After those that wait. Error, in one line, if it can never run: longer than max_length, or than all pages.
     void add(Request& request);
     // Finished or cancelled, in whatever state: its pages are free for the next step.
     void remove(Request& request);
@@ -437,7 +437,7 @@ class Scheduler {
 //
 // Allocated rows hold tokens, or are reserved (for tokens that the sequence is going to have), or are internal
 // fragmentation (nobody will ever need them). Memory in pieces too small to be allocated is external fragmentation.
-// Beside what the pages were used for stands what the same sequences would have made of contiguous slots of max_length
+// Beside what the pages were used for is what the same sequences would have made of contiguous slots of max_length
 // rows, each held from a sequence's first token to its last.
 class CacheReport {
   public:
@@ -459,7 +459,7 @@ class CacheReport {
     int64_t n_steps_ = 0;
     CacheUse sum_;                                                // over all steps
     double slot_tokens_ = 0, slot_reserved_ = 0, slot_rows_ = 0;  // over all steps of all slots
-    std::vector<CacheUse> history_;  // every stride_-th step; when there are too many, each second goes
+    std::vector<CacheUse> history_;  // every stride_-th step; when there are too many, every second is dropped
     int64_t stride_ = 1;
 };
 

@@ -164,7 +164,7 @@ void check_effects(const GenerateOptions& o, const CommandLine& line) {
         check(o.eval.empty() || !line.given(flag), flag, " is for answers, and --eval has none: leave one of them out");
 }
 
-// What answers a request has, and what is told of them.
+// What answers a request has, and what is reported of them.
 void check_answers(const GenerateOptions& o, const CommandLine& line) {
     const SamplingOptions& sampling = o.sampling;
     check(o.beams == 0 || o.beams >= o.samples, "--beams ", o.beams, ": it must be at least --samples");

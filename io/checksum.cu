@@ -35,7 +35,7 @@ uint64_t checksum(const void* data, size_t bytes) {
     const auto* next = static_cast<const unsigned char*>(data);
     size_t left_bytes = bytes;
     for (; left_bytes >= block_bytes; left_bytes -= block_bytes, next += block_bytes) add_block(next);
-    if (left_bytes > 0) {  // filled up with zeros; the length tells them from zeros of the data
+    if (left_bytes > 0) {  // padded with zeros; the length tells them from zeros of the data
         unsigned char last[block_bytes] = {};
         std::memcpy(last, next, left_bytes);
         add_block(last);

@@ -160,7 +160,7 @@ class Tokenizer {
     virtual int vocab_size() const = 0;
     virtual bool has(int32_t token) const = 0;  // a file may leave ids out, and a model's vocabulary may be rounded up
     // The tokens of a text, and no others: what training wants. Added tokens that stand in the text, as <|endoftext|>
-    // does in many a data set, are recognised.
+    // does in many data sets, are recognised.
     virtual std::vector<int32_t> encode(std::string_view text) const = 0;
     // The ids that the file's post_processor puts before and after a text, as <|begin_of_text|>: a model expects them
     // around a prompt. encode_with_special(text) is special_prefix(), encode(text), special_suffix().
@@ -470,7 +470,7 @@ void write_png(const std::string& path, const Plot& plot);
 void write_png(const std::string& path, const std::vector<Plot>& plots);
 
 // ---------------------------------------------------------------------------------------------------------------------
-// mistyped.cu: what a program answers to words that are no flags, and to values that are no numbers. command_line.h
+// mistyped.cu: what a program answers to words that are not flags, and to values that are not numbers. command_line.h
 // puts it around CLI11.
 
 // What other programs call our flags, and what to write here: {"learning-rate", "--lr"}.

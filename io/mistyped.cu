@@ -90,7 +90,7 @@ std::string explain_unknown(const ProgramWords& program, const std::vector<std::
         return concat("\"", unknown, "\" is not a flag: did you mean --", name, "?", help);
     const auto at = std::find(words.begin(), words.end(), unknown);
     if (at != words.begin() && at != words.end() && *(at - 1) == "--resume")
-        return concat("--resume takes no value: name the folder by --out ", unknown, " --resume");
+        return concat("--resume takes no value: name the folder with --out ", unknown, " --resume");
     return concat("\"", unknown,
                   "\" belongs to no flag: a flag takes one value, in quotes if it has blanks or a *, as in ",
                   program.quoted_example, help);

@@ -290,7 +290,7 @@ Color color_of(const Plot& plot, size_t k) {
 
 void check_plot(const std::string& path, const Plot& plot, int width) {
     check(plot.width >= 160 && plot.height >= 120, path, ": a plot of ", plot.width, " x ", plot.height,
-          " pixels is too small; 160 x 120 is the least");
+          " pixels is too small; 160 x 120 is the minimum");
     check(plot.width == width, path, ": plots of ", width, " and ", plot.width,
           " pixels cannot stand one below the other; give them one width");
     for (const Series& series : plot.series) {

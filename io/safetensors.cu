@@ -3,7 +3,7 @@
 //   bytes 0..7      n, the length of the header: little-endian uint64
 //   bytes 8..8+n    JSON: {"__metadata__": {"key": "text", ...},
 //                          "name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, ...}
-//                   filled up with spaces so that the data start at a multiple of 8
+//                   padded with spaces so that the data start at a multiple of 8
 //   from 8+n        the data: row-major, little-endian; offsets count from here; no gap, no overlap, nothing after
 //
 // A file comes from somewhere else: nothing in it is trusted. Sizes are multiplied with overflow checks, every range is
