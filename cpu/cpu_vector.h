@@ -140,8 +140,8 @@ struct Numbers {
 // A square of words, transposed: x[l][i] becomes word l of line i, whose first word is at line(i).
 //
 // A transpose takes a round of exchanges for each bit of a line's number. x86 has instructions that do so in one clock:
-// for the two lowest bits those that interleave the elements, or pairs, of each four lanes; for another one those that
-// choose every second group of four lanes. Together they leave lines 1 and 2 of each four exchanged. AVX-512's fourth
+// for the two lowest bits those that interleave the elements, or pairs, of every four lanes; for another one those that
+// choose every second group of four lanes. Together they leave lines 1 and 2 of every four exchanged. AVX-512's fourth
 // round is done by the loads: half a line, and in the other half of the vector that of the line which belongs there.
 template <class Words = Numbers, class Line>
 inline void load_transposed(Vector (&x)[width], Line line) {

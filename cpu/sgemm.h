@@ -3,7 +3,7 @@
 // products of bf16 numbers; Arithmetic is what differs between the two (arithmetic.h).
 //
 // Registers. The innermost loop keeps a small block of D in vector registers, 48 x 8 elements with AVX-512, 24 x 4 with
-// AVX2. For each k (each two, where an instruction takes two) it loads one column of A's block (three vectors), and
+// AVX2. For each k (every two, where an instruction takes two) it loads one column of A's block (three vectors), and
 // multiplies it with each element of B's row: 24 (12) fused multiply-adds for 3 loads and 8 (4) broadcasts, so that the
 // arithmetic is what takes the time.
 //

@@ -162,7 +162,7 @@ void Translator::quantifier() {
     const char behind = i_ < in_.size() ? in_[i_] : '\0';
     const bool has_comma = counts.find(',') != counts.npos;
     if (behind == '?' && !has_comma) refuse("{n}?");
-    if (behind == '+') out_.insert(atom_, "(?:");  // X{n}+ repeats X{n}; to PCRE2 the + would forbid to give back
+    if (behind == '+') out_.insert(atom_, "(?:");  // X{n}+ repeats X{n}; to PCRE2 the + would forbid giving back
     out_ += "{" + (counts[0] == ',' ? "0" + counts : counts) + "}";
     if (behind == '+') out_ += ')';
 }
