@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kSumThreads)
     add_losses_kernel(float* sum, const float* losses, int64_t n, bool accumulate) {
     __shared__ double shared[kSumThreads];
     double mine = 0;
-#pragma unroll 16  // so many loads are under way
+#pragma unroll 16  // this many loads are under way
     for (int64_t i = threadIdx.x; i < n; i += kSumThreads) mine += losses[i];
     shared[threadIdx.x] = mine;
     __syncthreads();  // all values have been written

@@ -69,7 +69,7 @@ constexpr int kBlock = 128;
 // expensive, and one thread is as good as many.
 constexpr int kSortBlock = kOnCpu ? 1 : 512, kSortLanes = kOnCpu ? 1 : kWarp, kSortWarps = kSortBlock / kSortLanes;
 constexpr int kIdBits = kOnCpu ? 14 : 9, kBlockIds = 1 << kIdBits;
-constexpr int64_t kSortBlocks = kOnCpu ? 1 : 128;  // so many share the ids of a small table
+constexpr int64_t kSortBlocks = kOnCpu ? 1 : 128;  // this many share the ids of a small table
 constexpr int kPiece = 128;                        // places of a list that are added up as one
 constexpr int32_t kNoId = -2;                      // of no place
 constexpr int kAhead = kOnCpu ? 1 : 4;             // places whose rows a thread loads at a time

@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, 2)
 #ifdef CUDA_ON_CPU
 constexpr int kLanes = 16, kStrip = 256;  // columns that are widened at a time
 constexpr int kTileOutputs = 8, kBlockOutputs = 64;
-constexpr int64_t kLead = 2 * kTileOutputs;  // codes of so many outputs further on are fetched to the cache
+constexpr int64_t kLead = 2 * kTileOutputs;  // codes of this many outputs further on are fetched to the cache
 
 using Lanes = float[kLanes];
 using Strip = float[kStrip];

@@ -320,7 +320,7 @@ void expect_multiple(const char* operation, const char* what, int64_t value, int
     check(value % of == 0, operation, ": fp8 products need ", what, " that are a multiple of ", of, ", not ", value,
           ": choose another size, or --dtype bf16");
 }
-constexpr int64_t kScaledRows = 4;  // cuBLASLt's scales of blocks are for a multiple of so many rows
+constexpr int64_t kScaledRows = 4;  // cuBLASLt's scales of blocks are for a multiple of this many rows
 constexpr const char* kTokens = "tokens of a micro-batch (sequences times length)";
 
 bool is_block(Fp8Recipe recipe) { return recipe == Fp8Recipe::block; }

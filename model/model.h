@@ -316,7 +316,7 @@ void save_model(const Model& model, const std::string& folder, const TokenIds& t
 struct Recompute {
     int64_t every = 0;  // blocks from one kept input to the next; 0: every block keeps everything
     bool selective = false;
-    // --head-chunks: a micro-batch's rows go through the head in so many parts, one after the other, and only one has
+    // --head-chunks: a micro-batch's rows go through the head in this many parts, one after the other, and only one has
     // logits at a time. 1: all at once.
     int64_t head_chunks = 1;
     // Of N rows those that have logits at a time. Eight rows of any width begin on 16 bytes, which products want.
@@ -462,7 +462,7 @@ struct Pieces {
 // Of a chunk of n blocks. With --recompute every N: the input of each N-th block, and no sets, because all chunks share
 // those of N blocks.
 Pieces chunk_pieces(const Precision& precision, const Recompute& recompute, int64_t n_blocks);
-// Bytes of one piece of each kind; and of what all chunks share, of which the largest has so many blocks.
+// Bytes of one piece of each kind; and of what all chunks share, of which the largest has this many blocks.
 struct PieceBytes {
     int64_t set, input, scales, head, shared;
     int64_t of(const Pieces& n) const {

@@ -236,7 +236,7 @@ struct LaunchElementwise {
 // ---------------------------------------------------------------------------------------------------------------------
 // The optimizer around it
 
-// What an update of n elements in so many tiles moves.
+// What an update of n elements in this many tiles moves.
 template <class F, class G>
 LaunchCost update_cost(int64_t n, int64_t n_tiles, int64_t n_states) {
     // Of an entry of the table: places, n and decay; with random numbers also the element's. For packs of several

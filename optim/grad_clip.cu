@@ -40,7 +40,7 @@ constexpr int kInFlight = kOnCpu ? 1 : 8;  // loads of a thread
 template <class T>
 constexpr int kRow = 64 / sizeof(T);
 
-// What a block of stage 1 adds up: so many chunks from this element on; and the place of their sums.
+// What a block of stage 1 adds up: this many chunks from this element on; and the place of their sums.
 struct ChunkBlock {
     int64_t first, n_chunks, first_sum;
 };

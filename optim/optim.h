@@ -289,7 +289,7 @@ std::unique_ptr<Optimizer> make_optimizer(const std::string& name, Arena& arena,
 std::unique_ptr<Optimizer> make_host_optimizer(const std::string& name, Arena& arena,
                                                const std::vector<UpdatedUnit>& units, const OptimizerOptions& options);
 bool has_host_optimizer(const std::string& name);
-// A parameter may be sharded between ranks at multiples of so many elements. 0: nowhere, its update needs all of it.
+// A parameter may be sharded between ranks at multiples of this many elements. 0: nowhere, its update needs all of it.
 int64_t optimizer_granularity(const std::string& name);
 std::vector<std::string> optimizer_names();
 OptimizerOptions default_optimizer_options(const std::string& name);

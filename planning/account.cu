@@ -26,7 +26,7 @@ std::vector<Visit> visits_of_micro_batch(const Model& model, const Recompute& re
 
 namespace {
 
-// What ranks with the same weights do in a step: visits, each list so many times.
+// What ranks with the same weights do in a step: visits, each list this many times.
 struct RepeatedVisits {
     std::vector<Visit> visits;
     int64_t times;

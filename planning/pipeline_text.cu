@@ -63,7 +63,7 @@ class Drawing {
         double end = 0;
         for (const std::vector<Span>& spans : ranks)
             if (!spans.empty()) end = std::max(end, spans.back().end);
-        // Columns of a unit of time, with room for names and so many blanks behind each.
+        // Columns of a unit of time, with room for names and this many blanks behind each.
         const auto columns_for = [&](size_t blanks) {
             double most = 0;
             for (const std::vector<Span>& spans : ranks)

@@ -34,7 +34,7 @@ struct DeviceSpec {
     // What large products of random 16-bit numbers, and copies, reach.
     double reached_f16, reached_bytes;
     const char* reached_source;
-    // All but the products takes so many times as long as its bytes, at least and at most, and then products wait.
+    // All but the products takes this many times as long as its bytes, at least and at most, and then products wait.
     // 0: it takes as long as its bytes, at the same time as products.
     double rest_least = 0, rest_most = 0;
     int sm_count = 0;  // streaming multiprocessors
@@ -59,7 +59,7 @@ struct TensorTraffic {
     int64_t visits, shared_gradients;
 };
 TensorTraffic tensor_traffic(const Model& model, int64_t N, const std::vector<Visit>& visits, bool selective);
-// --plan: what a rank has and sends in each geometry that so many ranks can have, with the time on NVLink and
+// --plan: what a rank has and sends in each geometry that this many ranks can have, with the time on NVLink and
 // InfiniBand.
 void print_tensor_bills(const Trainer& trainer);
 

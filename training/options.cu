@@ -213,7 +213,7 @@ void add_rank_options(CommandLine& line, TrainOptions& o, TypedFlags& typed) {
     ranks.option("--ranks", o.ranks.ranks,
                  "number of ranks, as threads of this process; 0: one, or the processes that mpirun -np N starts");
     ranks.option("--tp", o.tp,
-                 "tensor parallelism: so many ranks divide each layer, its heads, columns and tokens; the others, if "
+                 "tensor parallelism: this many ranks divide each layer, its heads, columns and tokens; the others, if "
                  "any, divide the batch");
     ranks.option(
         "--tp-mode", typed.tp_mode,
@@ -225,16 +225,16 @@ void add_rank_options(CommandLine& line, TrainOptions& o, TypedFlags& typed) {
     ranks.flag("--tp-overlap", o.tp_overlap,
                "with --sp: products of rows that travel between the ranks take turns with messages, piece by piece");
     ranks.option("--cp", o.cp,
-                 "context parallelism: so many ranks divide each sequence, two chunks of its tokens each");
+                 "context parallelism: this many ranks divide each sequence, two chunks of its tokens each");
     ranks.option("--cp-mode", typed.cp_mode,
                  "attention of --cp: ring (keys and values travel), or ulysses (tokens are exchanged for heads)");
     ranks.option("--pp", o.pp,
-                 "pipeline parallelism: so many ranks divide the layers, and micro-batches go through them");
+                 "pipeline parallelism: this many ranks divide the layers, and micro-batches go through them");
     ranks.option("--zero", o.data_parallel.zero,
                  "shard over the ranks: 1 optimizer states, 2 also gradients, 3 also weights (FSDP)");
     ranks.option("--dp-mode", typed.dp_mode,
                  "ddp, or naive: rank 0 collects, updates and sends (slow: for comparison)");
-    ranks.option("--bucket-mib", o.data_parallel.bucket_mib, "ddp: gradients that are all-reduced at once");
+    ranks.option("--bucket-mib", o.data_parallel.bucket_mib, "ddp: gradients that are all-reduced together");
     ranks.option("--compress", typed.compress,
                  "ddp: gradients travel as bf16, fp8, powersgd (low rank) or 1bit; none: float32");
     ranks.option("--compress-rank", o.data_parallel.compress.rank,
@@ -242,7 +242,7 @@ void add_rank_options(CommandLine& line, TrainOptions& o, TypedFlags& typed) {
     ranks.option("--comm", o.ranks.comm, "transport of the messages: auto, threads, mpi or nccl");
     ranks.option("--all-reduce", o.ranks.all_reduce, "algorithm: library, ring, tree, halving or two-level");
     ranks.option("--ranks-per-node", o.ranks.ranks_per_node,
-                 "threads: treat so many ranks as one machine (for two-level); 0: all");
+                 "threads: treat this many ranks as one machine (for two-level); 0: all");
     ranks.option(
         "--comm-timeout", o.ranks.timeout_s,
         "seconds that a rank waits for another before the run ends; 30 times as long where models are read or\n"
@@ -269,7 +269,7 @@ void add_pipeline_options(CommandLine& line, TrainOptions& o, TypedFlags& typed)
         "--times", typed.times,
         "auto and --draw: of a micro-batch on a rank: forward, backward by input, by weight; and of a message");
     pipeline.option("--memory-limit", o.memory_limit,
-                    "auto: micro-batches whose activations a rank keeps at most; 0: as many as 1f1b");
+                    "auto: most micro-batches whose activations a rank may keep; 0: as many as 1f1b");
     pipeline.flag("--draw", o.draw,
                   "print the schedule of --pp ranks and --micro-batches, and end; with --out also as picture and\n"
                   "trace; --pipeline all compares them");

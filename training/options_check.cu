@@ -138,7 +138,7 @@ void check_options(const TrainOptions& o) {
     check(o.micro_batch == 0 || o.batch / n_ranks % o.micro_batch == 0,
           n_ranks > 1 ? "a rank's share of --batch, " : "--batch ", o.batch / n_ranks, n_ranks > 1 ? "," : "",
           " cannot be divided into micro-batches of ", o.micro_batch, ": choose a --micro-batch that divides it");
-    constexpr int64_t kMostSequences = 65535;  // a GPU's grids have at most so many rows of blocks
+    constexpr int64_t kMostSequences = 65535;  // a GPU's grids have at most this many rows of blocks
     check((o.micro_batch > 0 ? o.micro_batch : o.batch / n_ranks) <= kMostSequences, "a micro-batch can have at most ",
           kMostSequences, " sequences: give a smaller --micro-batch");
     check(!(o.plan && o.account), "--plan and --account: give one of them");

@@ -21,7 +21,7 @@
 
 namespace {
 
-// What backwards by input leave for backwards by weight, at most at once: of so many blocks, of so many heads.
+// What backwards by input leave for backwards by weight, at most at once: of this many blocks, of this many heads.
 struct Waiting {
     int64_t blocks = 0, heads = 0;
 };
@@ -48,7 +48,7 @@ PipelineSchedule with_backward_at_once(PipelineSchedule schedule) {
 
 }  // namespace
 
-// A step's table, or that of so many steps that run at once.
+// A step's table, or that of this many steps that run at once.
 PipelineSchedule schedule_of_steps(const TrainOptions& o, int64_t micro_batches, int64_t steps) {
     ScheduleOptions options = schedule_options(o, steps * micro_batches);
     options.per_update = static_cast<int>(micro_batches);

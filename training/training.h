@@ -311,7 +311,7 @@ struct Trainer {
 // ---------------------------------------------------------------------------------------------------------------------
 // pipeline.cu: the forward and backward of a step's micro-batches where the layers are divided among ranks.
 
-// Of `steps` steps that run at once, of so many micro-batches on a rank each.
+// Of `steps` steps that run at once, of this many micro-batches on a rank each.
 PipelineSchedule schedule_of_steps(const TrainOptions& options, int64_t micro_batches, int64_t steps);
 
 struct StepResult {
@@ -364,7 +364,7 @@ class Pipeline final : public StageWork {
     bool runs_ahead() const { return schedule_.asynchronous || numbers_; }
     int64_t updates_put_back() const { return n_put_back_; }
     StepResult step(const BatchReader& data, int64_t step);
-    // The losses of so many micro-batches, at most those of a step.
+    // The losses of this many micro-batches, at most those of a step.
     void add_losses_of(int64_t micro_batches, cudaStream_t stream);
     void add_up(Tensor sums, cudaStream_t stream);  // over the ranks of the pipeline
     // Where two ranks have the same stages: in place, the larger values of both.

@@ -103,7 +103,7 @@ struct BackwardTile {
     using Q = Panels<kOthers, kD>;
     using Dout = Panels<kOthers, kDv>;
     using Scores = Panels<kBlockRows, kBlockRows>;  // dS^T: rows are keys
-    // dq is computed in pieces of so many columns, one after the other where registers do not hold all.
+    // dq is computed in pieces of this many columns, one after the other where registers do not hold all.
     static constexpr int kPiece = kD < 128 ? kD : 64, kPieces = kD / kPiece;
     using Dq = Panels<kGroupRows, kPiece>;
     using Dk = Panels<kGroupRows, kD>;

@@ -192,7 +192,7 @@ Group all_ranks(const Comm& comm) {
     return group;
 }
 
-// Of so many bytes this rank's part, for the count of traffic: the parts of all ranks add up to all bytes.
+// Of this many bytes this rank's part, for the count of traffic: the parts of all ranks add up to all bytes.
 size_t share_of(const Comm& comm, size_t bytes) {
     const size_t n = static_cast<size_t>(comm.size), r = static_cast<size_t>(comm.rank);
     return bytes * (r + 1) / n - bytes * r / n;

@@ -162,7 +162,7 @@ class Comm {
     // Memory on the device, one buffer per slot 0 to 2, for this call only. The same n, or a smaller one, must be
     // enough for every smaller call: piece_of(n, size, 0), the longest piece, not the piece of this rank.
     Tensor scratch(int slot, DType dtype, int64_t n);
-    // A fixed buffer of so many i32, taken with the communicator: what the hosts tell each other (host_messages.cu).
+    // A fixed buffer of this many i32, taken with the communicator: what the hosts tell each other (host_messages.cu).
     static constexpr int64_t kHostWords = 4096;
     Tensor host_words() const { return make_tensor(words_, DType::i32, {kHostWords}); }
 
@@ -258,13 +258,13 @@ struct RankOptions {
     std::string comm = "auto";           // --comm: auto, threads, mpi, nccl (on the CPU device for threads)
     std::string all_reduce = "library";  // --all-reduce
     double timeout_s = 120;              // --comm-timeout: a rank that waits longer for another one ends the job
-    int ranks_per_node = 0;              // threads only: pretend that so many share a machine (for two-level); 0: all
+    int ranks_per_node = 0;              // threads only: pretend that this many share a machine (for two-level); 0: all
     std::string trace;                   // --trace 3,4: print these steps, and write trace.json and trace.png
     std::string trace_folder = ".";
     // Called when the trace has been written, in the process that wrote it: with all of its events.
     std::function<void(const std::vector<TraceEvent>& events)> after_trace = {};
     bool quiet = false;     // do not print what was chosen
-    bool planning = false;  // run f once, as rank 0 of so many ranks that do not exist: it may count, and send nothing
+    bool planning = false;  // run f once, as rank 0 of this many ranks that do not exist: it may count, but not send
 };
 
 // Runs f on every rank, and returns when all have ended. Call it once, from main, with all the work inside f; as

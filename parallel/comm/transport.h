@@ -283,7 +283,7 @@ int mpi_local_rank();
 [[noreturn]] void mpi_abort();
 void mpi_finish(double timeout_s);  // all ranks have come here and nothing is under way
 
-// A plan's: rank 0 of so many ranks that do not exist. Sends nothing.
+// A plan's: rank 0 of this many ranks that do not exist. Sends nothing.
 std::shared_ptr<Transport> make_plan_transport(std::shared_ptr<RankState> state);
 
 bool nccl_is_built_in();

@@ -56,7 +56,7 @@ struct Sharding {
     int zero = 0;
     bool naive = false;
     Offload offload = Offload::none;
-    // Boundaries lie at multiples of so many elements of a parameter (optimizer_granularity); 0:
+    // Boundaries lie at multiples of this many elements of a parameter (optimizer_granularity); 0:
     // only between parameters.
     int64_t granularity = 1024;
 

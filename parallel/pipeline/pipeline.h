@@ -262,7 +262,7 @@ class PipelineRunner {
     std::vector<cudaEvent_t> used_;                               // by row: the end of its last use
     std::vector<Link*> awaited_;                                  // by row: where its message is still to be received
     const PipelineSchedule* schedule_ = nullptr;                  // what is executed
-    size_t done_ = 0;                                             // so many of its actions
+    size_t done_ = 0;                                             // this many of its actions
     std::unique_ptr<Borders> borders_;
     int most_borders_ = 0;
     int64_t messages_sent_ = 0;

@@ -1,6 +1,6 @@
 // search.cu: a schedule for given durations ("auto"): the search of the zero-bubble paper (Qi et al. 2023, section
-// 3.1), in our form. One stage a rank; forwards, gradients by input and by weight apart; at most so many micro-batches
-// alive.
+// 3.1), in our form. One stage per rank; forwards, gradients by input and by weight apart; at most max_alive
+// micro-batches alive.
 //
 // A table is made in the order of time. A rank that is free takes
 //

@@ -35,7 +35,7 @@ TensorMode tensor_mode_from_name(const std::string& name);  // "1d", "2d", "2.5d
 const char* tensor_mode_name(TensorMode mode);
 
 struct Part {
-    int64_t index = 0, of = 1;  // part `index` of so many equal ones
+    int64_t index = 0, of = 1;  // part `index` of this many equal ones
     // Its elements of n. Error that says what n is where they cannot be equal.
     Range range(int64_t n, const char* what) const { return {index * div_exact(n, of, what), n / of}; }
 };
@@ -64,7 +64,7 @@ struct TensorLayout {
     // The ranks that differ from this one along these axes only, with itself. same_keys: ranks with the same key head.
     std::vector<int> members(AxisSet axes, int same_keys) const;
 };
-// Error, with the numbers that are possible, where so many ranks are no such grid. depth: of 2.5D; 0: chosen.
+// Error, with the numbers that are possible, where this many ranks are no such grid. depth: of 2.5D; 0: chosen.
 TensorLayout tensor_layout(TensorMode mode, int rank, int size, bool sequence = false, int depth = 0);
 
 // ---------------------------------------------------------------------------------------------------------------------
