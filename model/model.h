@@ -301,7 +301,7 @@ Model with_weights(const Model& model, const Tensor& weights);
 // Hugging Face folders: config.json with model.safetensors, or its shards (huggingface_weights.cu,
 // huggingface_config.cu). With many ranks all of them call these, and rank 0 writes. A part of a model reads what it
 // has, the head's copy from the embedding's place; and is saved as what it has of the whole (Model::pipeline_ranks).
-// Tensors are saved with checksums; a tensor whose bytes have another one than the file says is an Error.
+// Tensors are saved with checksums; a tensor whose bytes have a different one from the file's is an Error.
 void load_weights(Model& model, const std::string& folder);
 // The Hugging Face folder that a flag's value means: itself, or the newest checkpoint of a run. Error that names the
 // flag and says what was looked for. And the run in runs/ whose newest checkpoint is the latest: "" if there is none.

@@ -256,7 +256,7 @@ void print_account(Trainer& t, const Traffic& step, bool only_trains, const Comm
     }
     int64_t sent = 0;
     for (const auto& row : all) sent += row[6];
-    // A step whose update was put back did a part of its work twice.
+    // A step whose update was undone did a part of its work twice.
     const bool known = (only_trains || !t.model.sharding.shards_weights()) &&
                        !(t.pipeline && t.pipeline->updates_put_back() > 0) && traffic_is_known(t);
     std::printf("  sent by all %20s  %18lld\n", known ? std::to_string(expected_traffic(t)).c_str() : "",

@@ -150,7 +150,7 @@ void print_total(Trainer& t) {
     for (const auto& buffers : {t.model.weight_buffers, t.model.grad_buffers})
         for (const Tensor& buffer : buffers) states += static_cast<double>(buffer.bytes());
     const size_t state_bytes = static_cast<size_t>(states), communication = t.memory.communication.bytes();
-    // Of pipelines: older weights, and what an update that is put back was made from.
+    // Of pipelines: older weights, and what an update that is undone was made from.
     const size_t copies = static_cast<size_t>(table_bytes(t.memory.weights, "versions of the weights") +
                                               table_bytes(t.memory.optimizer, "before an update"));
     std::vector<std::pair<const char*, size_t>> rows = {

@@ -5,7 +5,7 @@
 //     in flight   what blocks and heads keep at once, at most, and the tensors at the stages' borders; workspace and
 //                 tokens, which the table of rank 0 below counts, too, are not in it
 //     for W       the part of it that is there because gradients by weight come later than those by input: output
-//                 gradients of linear layers, and activations that a backward at once would have given back before
+//                 gradients of linear layers, and activations that a whole backward would have given back earlier
 //
 // All are counted by the functions that take them, over arenas that only count, for any rank.
 #include "planning/planning.h"
@@ -75,7 +75,7 @@ void print_pipeline_plan(const Trainer& t) {
         static_cast<long long>(t.options.pp), schedule.n_stages, t.options.pipeline.c_str(), schedule.m / steps,
         simulate(schedule, Times{}).bubble);
     std::printf(
-        "         where a block's forward, backward by input and backward by weight take as long as each other\n");
+        "         where a block's forward, backward by input and backward by weight take equally long\n");
     std::printf("rank  %-24s %10s %10s %10s %10s %10s %10s %12s %8s\n", "blocks", "parameters", "weights", "gradients",
                 "states", "in flight", "for W", "sent a step", "versions");
     for (int rank = 0; rank < t.options.pp; ++rank) {

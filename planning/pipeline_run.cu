@@ -197,6 +197,6 @@ void print_pipeline_traffic(const Trainer& t) {
                     static_cast<long long>(planned.bytes), static_cast<long long>(measured[rank][2]));
     }
     if (validates_later(t.options))
-        std::printf("  updates before the norm of all gradients was known: %lld were put back and made again\n",
+        std::printf("  updates before the norm of all gradients was known: %lld were undone and made again\n",
                     static_cast<long long>(t.pipeline->updates_put_back()));
 }

@@ -297,7 +297,7 @@ std::string text_of(const Trainer& t, const Account& account) {
                    format("%.1f", 100 * account.model_flops / seconds / spec.rate(t.options.precision.dtype)), " % of ",
                    std::string_view(spec.source) == spec.reached_source ? "the measured " : "the data sheet's ",
                    human_count(spec.rate(t.options.precision.dtype)), "FLOP/s. ", account.launches.size(),
-                   " launches. What is no product and no attention moves ",
+                   " launches. What is neither a product nor attention moves ",
                    format("%.2f", rest.least > 0 ? rest.moved / rest.least : 1), " times the bytes that it must.\n");
     return text;
 }

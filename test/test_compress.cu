@@ -497,12 +497,12 @@ TEST_CASE("training with compressed gradients stays near, and goes on where it s
         INFO(resumed.err);
         CHECK(resumed.status == 0);
         CHECK(losses(parts) == its);
-        CHECK(resumed.out.find("begin as 0") == std::string::npos);
+        CHECK(resumed.out.find("start at 0") == std::string::npos);
         if (name != "1bit") continue;
         resumed = run_program("train_gpt", "--resume --ranks 3 --out " + other);
         CHECK(resumed.status == 0);
         CHECK_THAT(resumed.out,
-                   ContainsSubstring("--compress: the checkpoint has no errors of 3 ranks: they begin as 0"));
+                   ContainsSubstring("--compress: the checkpoint has no errors of 3 ranks: they start at 0"));
         CHECK(losses(other).size() == 24);
         resumed = run_program("train_gpt", "--resume --ranks 2 --compress fp8 --out " + other);
         CHECK(one_line_with(resumed.err.substr(0, resumed.err.size() - 1), "--compress fp8 differs"));
@@ -555,7 +555,7 @@ TEST_CASE("what --compress cannot be combined with", "[program][compress]") {
         {"--compress fp8 --dp-mode naive", "--compress fp8 with --dp-mode naive"},
         {"--compress powersgd --compress-rank 17", "--compress-rank 17: use 1 to 16"},
         {"--compress bf16 --dtype bf16", "add --grad-dtype fp32"},
-        {"--compress 1bit --dtype fp16", "--dtype fp16 may have scaled otherwise"},
+        {"--compress 1bit --dtype fp16", "--dtype fp16 may have scaled differently"},
     };
     for (const auto& [arguments, says] : cases) {
         const Outcome outcome = train(concat("--ranks 2 --out ", folder / "run", " ", arguments));

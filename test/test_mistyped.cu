@@ -97,8 +97,8 @@ const std::vector<Mistyped> kMistyped = {
     {"--recompute 99", {"--recompute 99: the model has only 4 blocks"}},
     {"--trace 5000", {"--trace 5000: step 5000 is not among those that will be made, 1 to 1000"}},
     {"--trace 2-4", {"--trace 2-4: give the numbers of the steps"}},
-    {"--model gpt2 --init $GOLDEN/gpt2", {"--model gpt2 is another model than --init", "leave --model out"}},
-    {"--model tiny --init $GOLDEN/llama", {"--model tiny is another model than --init", "leave --model out"}},
+    {"--model gpt2 --init $GOLDEN/gpt2", {"--model gpt2 is a different model from --init", "leave --model out"}},
+    {"--model tiny --init $GOLDEN/llama", {"--model tiny is a different model from --init", "leave --model out"}},
 };
 
 }  // namespace

@@ -97,7 +97,7 @@ TEST_CASE("states of every kind, fp8's histories and compression's errors of --p
         CHECK(log_without_times(run) == log_without_times(whole));
         CHECK((weights_of(run) == weights_of(whole)));
     }
-    // Updates that are put back, because they should have been clipped, leave nothing in the histories.
+    // Updates that are undone, because they should have been clipped, leave nothing in the histories.
     const std::string fp8 = "--dtype fp8 --micro-batch 1 --steps 5 ", mesh = "--ranks 2 --pp 2 --pipeline ";
     if (can_train(fp8))
         check_same_states(runs.run("deep-qwen3", fp8 + mesh + "zb-h2 "), runs.run("deep-qwen3", fp8 + mesh + "1f1b "));
@@ -109,7 +109,7 @@ TEST_CASE("states of every kind, fp8's histories and compression's errors of --p
     const Outcome outcome = runs.outcome("deep-gpt2", errors + "--stages 1,4 --resume ", other);
     INFO(outcome.err);
     CHECK(outcome.status == 0);
-    CHECK_THAT(outcome.out, ContainsSubstring("no errors of 4 ranks with --pp 2 and these stages: they begin as 0"));
+    CHECK_THAT(outcome.out, ContainsSubstring("no errors of 4 ranks with --pp 2 and these stages: they start at 0"));
 }
 
 TEST_CASE("the plan of a pipeline has a row for each rank, and rank 0's memory is what the run takes",

@@ -6,7 +6,7 @@
 TEST_CASE("a run with --pp has the bits of the same run without it", "[program][ranks][pipeline]") {
     Runs runs;
     // A model, what both have, the mesh without a pipeline, and with one. --clip 100: no update of ZB-H2 and ZB-V is
-    // put back, with forwards that are made again and whose messages the formula does not count.
+    // undone, with forwards that are made again and whose messages the formula does not count.
     const std::array<std::string, 4> cases[] = {
         {"deep-qwen3", "--tp 2 --sp --micro-batch 2 --clip 100 ", "--ranks 2 ", "--ranks 4 --pp 2 --pipeline zb-v "},
         {"deep-qwen3", "--tp 2 --sp --micro-batch 4 --tp-overlap ", "--ranks 2 ", "--ranks 4 --pp 2 --pipeline zb-h1 "},
@@ -51,7 +51,7 @@ TEST_CASE("a run with --pp has the same bits in strict mode", "[program][ranks][
          {std::pair<std::string, std::string>{"deep-gpt2", "--ranks 3 --pp 3 --pipeline zb-h1 "},
           {"deep-gpt2", "--ranks 4 --pp 2 --tp 2 --sp --pipeline zb-v "},
           {"deep-gpt2", "--ranks 4 --pp 2 --zero 1 --recompute 1 "},
-          // Updates that are put back, and made again; and those of several versions of the weights.
+          // Updates that are undone, and made again; and those of several versions of the weights.
           {"deep-gpt2", "--ranks 4 --pp 2 --zero 1 --pipeline zb-v --clip 0.1 --steps 3 --val-every 0 "},
           {"deep-qwen3",
            "--ranks 4 --pp 2 --zero 1 --pipeline 2bw --clip 0 --steps 3 --flush-every 3 --val-every 0 --save-every "

@@ -14,7 +14,7 @@
 //     state.json                              the rest (state.cu)
 //
 // Reading puts pieces together as the new run has cut them: any number of ranks, any stage.
-// Only compression's errors belong to a number of ranks, and to their parts of the model: with others they begin as 0
+// Only compression's errors belong to a number of ranks, and to their parts of the model: with others they start at 0
 // again, and the run says so.
 #include "training/training.h"
 
@@ -154,7 +154,7 @@ class SavedStates {
                     if (*end == ':') piece.run = std::strtoll(end + 1, &end, 10);
                     if (*end == ':') piece.stride = std::strtoll(end + 1, &end, 10);
                     check(*end == 0 && piece.first >= 0 && piece.run > 0 && piece.stride >= piece.run,
-                          entry.path().string(), ": '", name, "' says no place in its parameter");
+                          entry.path().string(), ": '", name, "' names no place in its parameter");
                 }
                 pieces_[name.substr(0, at)].push_back(piece);
             }
@@ -275,7 +275,7 @@ void read_compression(const Trainer& t, const std::string& folder) {
     for (const auto& row : gather_numbers(t.world, {std::filesystem::exists(path)})) all = all && row[0];
     if (!all) {
         if (t.world.rank == 0)
-            std::printf("--compress: the checkpoint has no errors of %d ranks%s%s: they begin as 0\n", t.world.size,
+            std::printf("--compress: the checkpoint has no errors of %d ranks%s%s: they start at 0\n", t.world.size,
                         t.options.tp > 1 ? concat(" with --tp ", t.options.tp).c_str() : "",
                         t.options.pp > 1 ? concat(" with --pp ", t.options.pp, " and these stages").c_str() : "");
         return;

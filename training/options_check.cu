@@ -102,8 +102,8 @@ void choose_compression(TrainOptions& o, const std::string& name) {
           "sum for every rank, which only --dp-mode ddp without --zero asks for: leave one of the two out");
     check(c.kind == Compression::bf16 || o.precision.dtype != DType::f16, "--compress ", name,
           " adds the errors of a step to the "
-          "gradients of the next, which --dtype fp16 may have scaled otherwise, or made infinite: use --dtype bf16 or "
-          "--compress bf16");
+          "gradients of the next, which --dtype fp16 may have scaled differently, or made infinite: use --dtype bf16 "
+          "or --compress bf16");
     check(o.precision.grad_dtype == DType::f32, "--compress ", name,
           " compresses float32 gradients: add --grad-dtype fp32");
 }
@@ -194,7 +194,7 @@ void check_offload(const TrainOptions& o) {
 // What does not go together with --tp; --sp and --tp-overlap belong to it.
 void check_tensor_parallel(const TrainOptions& o) {
     check(!o.tp_overlap || o.precision.fp8 == Fp8Recipe::none,
-          "--tp-overlap with --dtype fp8: scales are those of all rows, which are never there at once; leave it out");
+          "--tp-overlap with --dtype fp8: scales are those of all rows, which are never there together; leave it out");
     check(!o.sp || o.tp > 1, "--sp divides the tokens among the ranks of --tp: add --tp, or leave it out");
     check(o.tp > 1 || (o.tp_mode == TensorMode::one_d && o.tp_depth == 0),
           "--tp-mode says how the ranks of --tp divide the layers: add --tp, or leave it out");
@@ -236,7 +236,7 @@ void check_effects(const TrainOptions& o, const TypedFlags& typed) {
     check_effect("--fp8", o.precision.fp8 != Fp8Recipe::none, concat("with --dtype ", o.dtype, ": add --dtype fp8"));
     for (const char* flag :
          {"--loss-scale-start", "--loss-scale-interval", "--loss-scale-growth", "--loss-scale-backoff"})
-        check_effect(flag, o.loss_scale.dynamic, "on a loss scale that stays: use --dtype fp16 --loss-scale dynamic");
+        check_effect(flag, o.loss_scale.dynamic, "on a constant loss scale: use --dtype fp16 --loss-scale dynamic");
     check_effect("--compress-rank", o.data_parallel.compress.kind == Compression::power_sgd,
                  concat("with --compress ", typed.compress, ": use --compress powersgd"));
     check_effect("--decay-fraction", o.schedule.name == "wsd",

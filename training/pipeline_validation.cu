@@ -12,8 +12,8 @@
 //
 //     update   with the factor that follows from the squares of the ranks before and its own: 1 / loss scale as long as
 //              nothing is to be clipped
-//     check    in the forwards of the next step, before its first backward. Is there something to be clipped, or an
-//              overflow, then that factor was wrong: the weights and states are put back as they were, the update is
+//     check    in the forwards of the next step, before its first backward. If something is to be clipped, or there is
+//              an overflow, that factor was wrong: the weights and states are put back as they were, the update is
 //              made again with the right factor, and the forwards, which had the wrong weights, are done again.
 //
 // So the bits are those of every other schedule. It costs a copy of what an update changes, and in steps that are
@@ -88,7 +88,7 @@ void Pipeline::update_early(int64_t step, bool stop, cudaStream_t stream) {
     update_weights(t_, step);
 }
 
-// What all ranks have now: was the update of this step right? Otherwise it is put back and made again. Returns whether
+// What all ranks have now: was the update of this step right? Otherwise it is undone and made again. Returns whether
 // the forwards since then had the right weights.
 bool Pipeline::check_update(int64_t step, const BatchReader& data, cudaStream_t stream) {
     const TrainOptions& o = t_.options;

@@ -1,7 +1,7 @@
 // training/run_folder.cu: the folder of a run: one process makes it, one process writes it, and the disk has room for
 // what will be written.
 //
-// The lock is the file RUN/lock. Its text, "PID HOST", is for people and for other hosts. Whether the process lives is
+// The lock is the file RUN/lock. Its text, "PID HOST", is for people and for other hosts. Whether the process runs is
 // what the lock of the open file says (io/lock.h), which the system takes from a process when it ends, however it ends.
 // So the process number of a lock that was left behind may belong to another process today, and nothing depends on it.
 // A network file system may not pass the lock on to other hosts: one with the name of another host is therefore never
@@ -104,7 +104,7 @@ RunFolder::Lock::Lock(const std::string& run) : file(run + "/lock", O_RDWR) {
     if (is_held(file, holder)) refuse(run, holder);
     check(holder.pid == 0 || holder.host == host_name(), path, " says that process ", holder.pid, " on host ",
           holder.host, " is writing this run, and from ", host_name(),
-          " it cannot be seen whether it lives: if it has ended, delete ", path, " and try again");
+          " it cannot be seen whether it still runs: if it has ended, delete ", path, " and try again");
     if (holder.pid != 0)
         std::printf("lock     taken over from process %ld of this host, which has ended without removing %s\n",
                     holder.pid, path.c_str());

@@ -82,7 +82,7 @@ void check_same_model(const TrainOptions& o, const Config& of_init) {
             const size_t begin = std::min(line.find_first_not_of(' '), line.size());
             return line.substr(begin, line.find_last_not_of(',') + 1 - begin);
         };
-        check(a == b, "--model ", o.model, " is another model than --init ", o.init, ", whose config.json has ",
+        check(a == b, "--model ", o.model, " is a different model from --init ", o.init, ", whose config.json has ",
               trimmed(b), " and not ", trimmed(a), ": leave --model out");
     }
 }

@@ -83,7 +83,7 @@ void check_texts(const std::string& folder) {
     const Json::Value state = read_json_file(state_path(folder));
     if (has(state, "config_checksum"))
         check(required<std::string>(state, "config_checksum") == checksum_of_config(folder), folder,
-              "/config.json has changed since it was written: its checksum is another one");
+              "/config.json has changed since it was written: its checksum is different");
     for (const auto& entry : std::filesystem::directory_iterator(folder))
         if (entry.path().extension() == ".json") read_json_file(entry.path().string());  // tokenizer.json
 }
@@ -135,7 +135,7 @@ RunState read_state(const std::string& folder) {
         // Checkpoints of earlier versions have none.
         if (has(state, "checksum"))
             check(required<std::string>(state, "checksum") == checksum_of(state),
-                  "it has changed since it was written: its checksum is another one");
+                  "it has changed since it was written: its checksum is different");
         const Json::Value& scale = member(state, "loss_scale");
         RunState s;
         s.step = required<int64_t>(state, "step");
@@ -224,5 +224,5 @@ std::string whole_checkpoint(Comm& world, const std::string& run) {
         return world.size > 1 ? broadcast_text(world, folder) : folder;
     }
     fail(fault, "; no checkpoint in ", run,
-         "/checkpoints can be used: repair what this line says, or start again with another --out");
+         "/checkpoints can be used: repair what this line names, or start again with another --out");
 }

@@ -93,7 +93,7 @@ struct TrainOptions {
             log_every = 0, eot = -1;
     double temperature = 0.8, val_fraction = 0.1;
     bool mask_documents = false;
-    bool resume = false, new_data = false;  // new_data: a resumed run may go on with other data than those it had
+    bool resume = false, new_data = false;  // new_data: a resumed run may go on with different data
     bool keep_best = false;
     std::string checkpoint;    // the newest that is whole; with --resume at first the one that the options came from
     int64_t resumed_step = 0;  // and its step
@@ -526,7 +526,7 @@ std::string open_run(const TrainOptions& options, const RunModel& model, Mesh& m
 // rank's end is an accident for the others. A fault that only some ranks have is thrown there. Collective; false: do
 // not start.
 bool agree_to_start(Comm& world, const std::string& fault);
-// Error where this rank is another program than rank 0, or has other flags. Collective.
+// Error where this rank is a different program from rank 0, or has other flags. Collective.
 void check_same_flags(Comm& world, const TrainOptions& options);
 // Error where ranks were given different things, the disk has no room for the run, or the folder has another run.
 // Chooses --out where it was not given. Returns rank 0's hold on the folder. Collective.

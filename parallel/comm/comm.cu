@@ -157,7 +157,7 @@ Traffic Comm::traffic() const { return {state_->bytes_sent, state_->bytes_receiv
 // ---------------------------------------------------------------------------------------------------------------------
 // Calls
 
-// What all calls have in common. A call on another stream than the last one waits for it. Collectives are numbered: all
+// What all calls have in common. A call on a different stream from the last waits for it. Collectives are numbered: all
 // members count alike. Messages are not (number -1): each rank sends and receives its own.
 template <class Body>
 void Comm::call(const CallTag& tag, size_t bytes, cudaStream_t stream, Body&& body) {

@@ -77,7 +77,7 @@ std::shared_ptr<Transport> choose_transport(const std::shared_ptr<RankState>& st
                                                      : "";
     // The CPU device has an NCCL for tests, and for who wants to see what it does (cpu/nccl.h).
     if (options.comm == "nccl")
-        check(kCpuDevice || reason.empty(), "--comm nccl cannot be had here: ", reason,
+        check(kCpuDevice || reason.empty(), "--comm nccl is not available here: ", reason,
               "; leave --comm out, or give each rank a GPU and build with NCCL");
     const bool nccl = options.comm == "nccl" || (options.comm == "auto" && reason.empty());
     if (state->rank == 0 && !options.quiet) {

@@ -269,7 +269,7 @@ class HostTransport : public Transport {
     void* staging_[2] = {};  // on a GPU: pinned buffers, one for what is sent and one for what arrives
 };
 
-// The transports. Each throws an Error if it is not built in or cannot be had.
+// The transports. Each throws an Error if it is not built in or not available.
 class ThreadWorld;  // the mailboxes of n threads
 std::shared_ptr<ThreadWorld> make_thread_world(int n);
 Slot* thread_slot(ThreadWorld& world, int rank);

@@ -142,7 +142,7 @@ struct CompressOptions {
 class Compressor {
   public:
     virtual ~Compressor() = default;
-    // For p.sharding.size ranks. Once the arena is reserved: the errors begin as 0.
+    // For p.sharding.size ranks. Once the arena is reserved: the errors start at 0.
     // Also counts what its collectives need.
     virtual void take_memory(const FlatParameters& p, Arena& arena) = 0;
     // The unit's gradients (f32) = the sum over the ranks of what they sent: the same bits everywhere.

@@ -8,7 +8,7 @@
 //     backward_weight             the backward_input of its stage
 //
 // A message is there when its send has been executed; nobody waits to send. So a table can be executed if and only if
-// the waits form no circle. That is found out by executing the order without the computing: rank after rank as far as
+// the waits form no cycle. That is found out by executing the order without the computing: rank after rank as far as
 // it goes, until all have come to their ends, or nobody can go on.
 #include "parallel/pipeline/pipeline.h"
 
@@ -94,7 +94,7 @@ class TableCheck {
                 "this schedule does not split the backward");
         require(!s_.forward_only || a.what == Do::forward || a.what == Do::send_activation ||
                     a.what == Do::receive_activation,
-                "this schedule has forwards alone");
+                "this schedule has only forwards");
         require(s_.asynchronous || a.what != Do::update, "this schedule has no updates");
         require(place_of(a) < 0, "it is there twice; first as action ", place_of(a));
         place(a.what, a.stage, a.micro) = static_cast<int>(index_);

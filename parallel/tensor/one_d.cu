@@ -61,7 +61,7 @@ void OneD::take_memory(int64_t N, int64_t C, DType dtype, bool sequence, bool ov
     overlap_ = overlap && sequence;
     const int64_t R = N / comm_.size;
     check(!overlap_ || R % 8 == 0, "--tp-overlap: of the ", N, " tokens of a micro-batch (--micro-batch times --seq) ",
-          "a piece has ", R, ", and products want multiples of 8: use a multiple of ", 8 * comm_.size);
+          "a piece has ", R, ", and products need multiples of 8: use a multiple of ", 8 * comm_.size);
     const auto none = [&](int64_t n) { return make_tensor(nullptr, dtype, {n}); };
     comm_.count_memory([&] {
         comm_.all_reduce(none(N * C), nullptr);  // samples need it with sequence parallelism, too
