@@ -15,7 +15,7 @@
 //
 //   sum over v of 1 / (sum over w of max(p[w] / p[v], q[w] / q[v]))  >=  (1 - D) / (1 + D),   D = sum of |p - q| / 2
 //
-// (Daliri, Musco & Suresh 2025, arXiv:2408.07978.) Speculative decoding lives on that (inference/speculation.cu). With
+// (Daliri, Musco & Suresh 2025, arXiv:2408.07978.) Speculative decoding relies on that (inference/speculation.cu). With
 // a single number, and tokens in a row, each as wide as it is probable, one wider token would shift all that follow it.
 #include "layers/sampling.cuh"
 #include "layers/softmax.cuh"  // Larger

@@ -171,9 +171,9 @@ void quantised_linear_forward(Tensor out, Tensor inp, const QuantisedWeight& wei
 
 enum class Fp8Recipe : uint8_t {
     none,     // 16-bit products: linear.cu
-    delayed,  // one scale a tensor: of inp and dout from the largest |x| of the last 16 steps, of the weight from its
+    delayed,  // one scale per tensor: of inp and dout from the largest |x| of the last 16 steps, of the weight from its
               // own;   inp, weight e4m3, dout e5m2
-    current,  // one scale a tensor, from its own largest |x|: inp and dout are read twice;   the same types
+    current,  // one scale per tensor, from its own largest |x|: inp and dout are read twice;   the same types
     block,    // one scale for 1 x 128 of inp and dout, and for 128 x 128 of the weight, from their own;   all e4m3
 };
 Fp8Recipe fp8_recipe_from_name(const std::string& name);  // "none", "delayed", "current", "block"

@@ -16,8 +16,8 @@
 // asked, and by which of its algorithms it multiplies; where it has none, plain_matmul.cu does.
 //
 // What often follows a product is done before its result is stored (an epilogue), where cuBLASLt or ours can: it saves
-// a pass over memory, and a rounding. Otherwise kernels do it afterwards (multiply_in_parts). Which, follows from the
-// product's sizes and types, and where products are timed (tune_matmuls) from what was measured.
+// a pass over memory, and a rounding. Otherwise kernels do it afterwards (multiply_in_parts). Which it is follows from
+// the product's sizes and types, and where products are timed (tune_matmuls) from what was measured.
 //
 // fp8. The tensor cores of Ada and Hopper multiply 8-bit floats twice as fast as 16-bit ones, but read them one way
 // only, with K contiguous in both factors: in cuBLASLt's terms A transposed and B not, in ours b transposed and a not.

@@ -13,7 +13,7 @@
 // column of its "B": BGRADB.
 //
 // It asks for a description of each matrix, and for an algorithm, of which it has hundreds. Its heuristic orders them
-// by type and shape, but which one is the fastest, only a clock knows. So each product of a run can be timed once
+// by type and shape, but only a measurement shows which one is the fastest. So each product of a run can be timed once
 // (tune_matmuls), and the choices kept in a file (training/tune_matmul.cu): cuBLASLt's algorithms are 64 bytes that
 // mean the same in the same version of it. Both take longer than a small product, so plans are kept in a table: after
 // the first step nothing is searched.

@@ -9,7 +9,7 @@
 //
 //   add x:     d = x - m,  e = exp(-|d|)        d > 0: m = x, s = s e + 1        d <= 0: s = s + e
 //
-// which is one exponential an element and no branch. Two partial results are joined the same way: m = max(m1, m2),
+// which is one exponential per element and no branch. Two partial results are joined the same way: m = max(m1, m2),
 // s = s1 exp(m1 - m) + s2 exp(m2 - m).
 #pragma once
 

@@ -1,4 +1,4 @@
-// model/huggingface_folder.cu: where the weights are that somebody means.
+// model/huggingface_folder.cu: the folder of the weights that a flag names.
 #include "io/io.h"
 #include "model/model.h"
 

@@ -2,8 +2,8 @@
 //
 // A pipeline is as fast as its slowest stage. Floating-point operations of a training step, for each token: block l has
 // b(l) (not the same in all where some layers have a sliding window), the head (on the last stage, with the loss)
-// h = 6 V C, the embedding none. The best cut has the least slowest stage. What the first n blocks cost at least on
-// stages 0 to s follows from the costs on one stage fewer, where stage s begins with block i:
+// h = 6 V C, the embedding none. In the best cut the slowest stage costs least. What the first n blocks cost at least
+// on stages 0 to s follows from the costs on one stage fewer, where stage s begins with block i:
 //
 //     slowest(s, n) = min over i of max(slowest(s - 1, i),  b(i) + ... + b(n - 1) + (h on the last stage))
 //

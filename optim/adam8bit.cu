@@ -16,7 +16,7 @@
 //
 // What differs from the paper: its blocks have 2048 elements (those of its library have 256 today), and its embeddings
 // keep states of 32 bits. And here a v above 0 never becomes 0, but the table's smallest number: m would be divided by
-// eps alone if the next gradient of this weight were 0, and the weight would make a huge step.
+// eps alone if the next gradient of this weight were 0, and the weight would take a huge step.
 #include "optim/adam.h"
 #include "optim/elementwise.cuh"
 

@@ -115,7 +115,7 @@ void write_pipeline_panels(const std::string& path, const std::vector<PipelinePa
 std::string panel_subtitle(const PipelineSchedule& schedule, double bubble);
 std::vector<PipelinePanel> schedule_panels(const std::vector<DrawnPipeline>& drawn);
 
-// pipeline_trace.cu: Chrome's trace format: a process for each panel, with a row a rank.
+// pipeline_trace.cu: Chrome's trace format: a process for each panel, with a row per rank.
 void write_pipeline_trace(const std::string& path, const std::vector<PipelinePanel>& panels);
 
 // pipeline_run.cu: --trace with --pp.

@@ -1,6 +1,6 @@
 // training/pretrained.cu: what lies beside the weights in a Hugging Face folder: the tokenizer, the ids of special
 // tokens, the settings of text generation, the chat template. A run finds it beside the model that it starts from, and
-// each of its checkpoints carries it on: AutoTokenizer and generate() of transformers work there as they do in the
+// each of its checkpoints has a copy: AutoTokenizer and generate() of transformers work there as they do in the
 // folder that the weights came from, and so does --init.
 //
 //     of the model's folder (--init, --model, or the checkpoint that is resumed)    into each checkpoint

@@ -5,7 +5,7 @@
 //     options_check.cu   what flags mean together, and what is refused
 //     options_pipeline.cu   the same of --pp and the flags of its schedules
 //     setup.cu           the model's configuration, the data, the folder of the run
-//     pretrained.cu      what lies beside the weights in a Hugging Face folder: found, and carried on by checkpoints
+//     pretrained.cu      what lies beside the weights in a Hugging Face folder: found, and copied to checkpoints
 //     run_folder.cu      the folder of the run: one writer, and room on the disk
 //     stop.cu            Ctrl-C, and the command that continues the run
 //     memory.cu          what a run takes, counted before anything is taken
@@ -619,7 +619,7 @@ std::vector<int32_t> sample(Engine& engine, const std::vector<int32_t>& prompt, 
 // ---------------------------------------------------------------------------------------------------------------------
 // progress.cu: what a person sees. Only rank 0 prints and writes; print_sample is collective.
 
-// log.csv, TensorBoard events and the lines of the terminal: a row a step.
+// log.csv, TensorBoard events and the lines of the terminal: a row per step.
 class RunLog {
   public:
     RunLog(const std::string& out, int64_t resume_step);  // -1: a new run

@@ -1,6 +1,6 @@
 // training/tune_matmul.cu: what computes each product of the run.
 //
-// cuBLASLt's heuristic names up to 16 algorithms for a product, its favourite first; a clock often prefers another one,
+// cuBLASLt's heuristic names up to 16 algorithms for a product, its favourite first; often another one is faster,
 // or our product for Hopper, or kernels behind a product (layers/matmul_plan.cu). What was measured once is kept in a
 // file, so that the next run on this GPU has the same choices, and with them the same bits:
 //

@@ -11,7 +11,7 @@
 //     scores       X from shared memory, ldmatrix   Y as it lies, ldmatrix               S in registers
 //     accumulation P in registers: S, packed        Y as it lies, ldmatrix transposed    A in registers
 //
-// mma wants B with a column's elements in pairs down the rows. For the scores B = Y^T, and a column of Y^T is a row of
+// mma needs B with a column's elements in pairs down the rows. For the scores B = Y^T, and a column of Y^T is a row of
 // Y: there are the pairs. For the accumulation B = Y, and ldmatrix turns each 8 x 8 matrix on its way. So nothing is
 // ever transposed in memory, keys and values lie in shared memory as they do in device memory, and P never leaves the
 // registers: what the result fragment of the scores holds is, rounded to 16 bits, an A fragment (layers/ptx.cuh).

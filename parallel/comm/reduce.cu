@@ -1,6 +1,6 @@
 // reduce.cu: the additions of the collectives, as kernels over flat arrays.
 //
-// One element a thread, no barrier, memory speed. Sums of 16-bit numbers are float32 until they are rounded, once.
+// One element per thread, no barrier, memory speed. Sums of 16-bit numbers are float32 until they are rounded, once.
 #include "core/kernel.cuh"
 #include "parallel/comm/transport.h"
 

@@ -56,7 +56,7 @@ class WaitedTime {
     double seconds_ = 0, last_ = 0;
 };
 
-// Where each rank is, for the watchdog's report: one slot a rank, in memory that all ranks of a machine see.
+// Where each rank is, for the watchdog's report: one slot per rank, in memory that all ranks of a machine see.
 constexpr size_t kCommsOfRank = 64;  // communicators of a rank at the same time, at most: axes of the mesh, and pairs
 struct Slot {
     std::atomic_flag lock;  // spinning: the memory may be shared between processes

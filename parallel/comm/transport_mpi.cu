@@ -1,7 +1,7 @@
 // transport_mpi.cu: messages between processes, by MPI.
 //
 // A message is copied and given to MPI_Isend, so that its sender goes on at once. Its receiver asks MPI_Improbe whether
-// it is there, rather than to wait in MPI_Recv: so the watchdog looks at the clock meanwhile, and a message of the
+// it is there, rather than waiting in MPI_Recv: so the watchdog looks at the clock meanwhile, and a message of the
 // wrong size is an error that names both sizes. All calls come from the thread that runs the rank. In a few of them MPI
 // itself waits for the other ranks, and would do so for ever: MpiWatchdog.
 #include "parallel/comm/transport.h"

@@ -25,7 +25,7 @@
 //            what is below comes back by the error                                          1 + 4/1024
 //     1bit   the sign, times the mean of |x| over the block: of all +-s the nearest to x    1/8 + 4/1024
 //
-// A block belongs to one parameter: the scale of a matrix is none for a norm's weight. power_sgd.cu has the fourth.
+// A block belongs to one parameter: the scale of a matrix does not suit a norm's weight. power_sgd.cu has the fourth.
 //
 // What this does not give: with Adam a step is no sum of gradients, and errors also go into the mean square v, from
 // where nothing takes them out again. 1-bit Adam therefore freezes v after a warm-up; we do not,

@@ -25,7 +25,7 @@
 // shards.cu: which rank holds which shard of the parameters
 //
 // A unit is what is gathered, reduced and updated together: the embedding, a block, the head. Its parameters lie side
-// by side. It is divided into one shard a rank; the stage says which arrays are stored as shards only:
+// by side. It is divided into one shard per rank; the stage says which arrays are stored as shards only:
 //
 //                weights   gradients   optimizer states, masters     bytes a rank, mixed precision, AdamW, n ranks
 //     ddp        whole     whole       whole                         (2 + 2 + 12) P
@@ -166,8 +166,9 @@ std::unique_ptr<Compressor> make_compressor(Comm& comm, const CompressOptions& o
 //
 // naive and the three stages add the ranks' gradients in rank order, and ddp as --all-reduce says: `library` is rank
 // order without NCCL, and NCCL's own order with it (parallel/comm/comm.h). So without NCCL ddp and the three stages
-// give the same bits, as long as a step is one micro-batch a rank. (With more of them zero 2 and 3 add the ranks before
-// the micro-batches.) naive gives the same bits where no gradient is clipped: its norm is summed in another order.
+// give the same bits, as long as a step is one micro-batch per rank. (With more of them zero 2 and 3 add the ranks
+// before the micro-batches.) naive gives the same bits where no gradient is clipped: its norm is summed in another
+// order.
 
 struct DataParallelOptions {
     bool naive = false;

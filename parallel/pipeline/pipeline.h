@@ -176,7 +176,7 @@ PipelineSchedule interleaved(const ScheduleOptions& options);
 PipelineSchedule zero_bubble_h1(const ScheduleOptions& options);
 PipelineSchedule zero_bubble_h2(const ScheduleOptions& options);
 PipelineSchedule zero_bubble_v(const ScheduleOptions& options);
-// search.cu: one stage a rank; of what the rules of its search and the schedules above give within max_alive, that in
+// search.cu: one stage per rank; of what the rules of its search and the schedules above give within max_alive, that in
 // which the rank that is busy for longest, from its first to its last action, is so for least time.
 PipelineSchedule auto_schedule(const ScheduleOptions& options);
 // dual_pipe.cu

@@ -9,7 +9,7 @@
 //     otherwise nothing: it waits
 //
 // What that leaves open are the rules below. Which of them are good depends on the durations, so all combinations are
-// tried, beside the tables of the other files that have one stage a rank and no updates, and the one that takes least
+// tried, beside the tables of the other files that have one stage per rank and no updates, and the one that takes least
 // time is taken.
 #include "parallel/pipeline/pipeline.h"
 

@@ -1,8 +1,8 @@
 // zero_bubble.cu: zero-bubble schedules (Qi et al. 2023, arXiv:2401.10241).
 //
-// A backward is two products for each matrix: the gradient by input (B), for which the stage before waits, and that by
-// weight (W), for which nobody waits before the update. So B goes first, and W fills the time in which a rank would
-// wait.
+// A backward is two products for each matrix: the gradient with respect to the input (B), for which the stage before
+// waits, and that with respect to the weight (W), for which nobody waits before the update. So B goes first, and W
+// fills the time in which a rank would wait.
 //
 // p = 3, m = 5, F = B = W: digits are forwards, letters B, and W is a W:
 //

@@ -29,7 +29,7 @@
 //
 // The embedding (V, C) is cut as every weight: rank (i, j) has tokens j, columns i. Rows m of the stream, columns i:
 // the ranks of row i of the grid each look up the tokens they have, and (i, m) adds that. It then has the block that
-// (m, i) wants: the two exchange theirs.
+// (m, i) needs: the two exchange theirs.
 //
 // The bill, of all ranks together, for N tokens, e bytes a number of activations and weights, g of gradients:
 //
