@@ -157,7 +157,7 @@ void loop(Run& run) {
     if (!run.is_first()) return;
     end_progress_line();
     run.log->write_waiting();
-    if (run.step == run.first_step) draw_loss(o.out);  // a run that was killed behind its last save may not have
+    if (run.step == run.first_step) draw_loss(o.out);  // a run that was killed after its last save may not have
 }
 
 void finish(Run& run) {

@@ -15,7 +15,7 @@
 //     the launch in front of those write, such as weights: several may be running, and none of them need have waited;
 //   - every thread calls wait_for_previous(), so that a kernel never ends before the one in front of it: what holds for
 //     two neighbours then holds for all in the stream;
-//   - what it reads behind wait_for_previous(), and the kernels in front write, is not const __restrict__: to the
+//   - what it reads after wait_for_previous(), and the kernels in front write, is not const __restrict__: to the
 //     compiler that is memory which never changes while the kernel runs, and it may load it sooner;
 //   - it may call let_next_start() at any time, also if the next one is launched as always, and waits.
 //

@@ -373,7 +373,7 @@ void few_rows_activated_forward(Tensor out, Tensor before, Tensor inp, Tensor we
     check(activation != Activation::none, name, ": no activation: use few_rows_forward");
     expect_few_rows(name, before, inp, bias, weight.shape[0]);
     expect(name, "weight", weight, inp.dtype, {-1, inp.shape[1]});
-    check(!gated || weight.shape[0] % 2 == 0, name, ": the weight ", weight, " has no two halves");
+    check(!gated || weight.shape[0] % 2 == 0, name, ": the weight ", weight, " does not have two equal halves");
     expect(name, "out", out, inp.dtype, {inp.shape[0], weight.shape[0] / (gated ? 2 : 1)});
     expect_aligned(name, {{"out", out}, {"weight", weight}});
     if (!kOnCpu && inp.dtype != DType::f32 && inp.shape[0] <= kMostRows && out.n() > 0)
@@ -393,7 +393,7 @@ void few_rows_normed_forward(Tensor out, Tensor before, const NormInFront& norm,
     if (norm.branch || norm.sum) expect(name, "sum", norm.sum, weight.dtype, {N, C});
     expect(name, "norm.weight", norm.weight, weight.dtype, {C});
     if (norm.bias) expect(name, "norm.bias", norm.bias, weight.dtype, {C});
-    check(!gated || O % 2 == 0, name, ": the weight ", weight, " has no two halves");
+    check(!gated || O % 2 == 0, name, ": the weight ", weight, " does not have two equal halves");
     expect(name, "out", out, weight.dtype, {N, gated ? O / 2 : O});
     expect_few_rows(name, gated ? before : out, norm.inp, bias, O);
     expect_aligned(name, {{"out", out},

@@ -78,7 +78,7 @@ Epilogue epilogue_of(const Tensor& out, const MatmulOptions& options, int64_t M,
           "matmul: one of before_gelu, gelu_input, a_row_sums and delta at most, without batches, added and fp8 "
           "factors");
     if (options.delta) {
-        check(options.beta == 0.0f && !options.bias, "matmul: delta goes without a bias, and beta must be 0");
+        check(options.beta == 0.0f && !options.bias, "matmul: delta excludes a bias, and beta must be 0");
         expect("matmul", "attended", options.attended, out.dtype, {M, N});
         expect_aligned("matmul", {{"attended", options.attended}});
         expect("matmul", "delta", options.delta, DType::f32, {-1, -1, -1});
@@ -97,7 +97,7 @@ Epilogue epilogue_of(const Tensor& out, const MatmulOptions& options, int64_t M,
     expect("matmul", argument, x, out.dtype, {M, N});
     expect_aligned("matmul", {{argument, x}});
     check(options.beta == 0.0f, "matmul: with ", argument, " beta must be 0, not ", options.beta);
-    check(options.before_gelu || !options.bias, "matmul: gelu_input goes without a bias");
+    check(options.before_gelu || !options.bias, "matmul: gelu_input excludes a bias");
     if (options.gelu_input) return Epilogue::gelu_derivative;
     return options.bias ? Epilogue::bias_gelu : Epilogue::gelu;
 }
@@ -126,7 +126,7 @@ Product describe_product(const Tensor& out, const Tensor& a, const Tensor& b, co
     else check(!options.a_scale && !options.b_scale, "matmul: only fp8 factors have scales, not ", dtype_name(a.dtype));
     if (options.added) {
         expect_operand("added", options.added, out.dtype, M, N);
-        check(!fp8 && !options.bias, "matmul: added goes without a bias, and not with fp8 factors");
+        check(!fp8 && !options.bias, "matmul: added excludes a bias and fp8 factors");
     }
     if (options.bias) {
         expect_vector("bias", options.bias, out.dtype, N);

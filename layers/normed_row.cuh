@@ -10,7 +10,7 @@
 // All threads load, normalise and store; the sums are formed by as many threads as in layernorm_forward and
 // rmsnorm_forward (norm.cuh), from the same columns, in the same order: so the bits are the same. The threads of a
 // product have no registers left for the row, so between these steps it lies in shared memory, and so do the norm's
-// weight and bias, which are asked for before all else: behind the product's weights they would come last.
+// weight and bias, which are asked for before all else: after the product's weights they would come last.
 #pragma once
 
 #include "layers/norm.cuh"

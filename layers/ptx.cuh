@@ -345,7 +345,7 @@ __device__ __forceinline__ void take_registers() {
 // ---------------------------------------------------------------------------------------------------------------------
 // Bulk copies between device and shared memory, started by one thread.
 
-// Copies and wgmma see what ordinary stores have put into shared memory only behind this fence: stores, fence, then a
+// Copies and wgmma see what ordinary stores have put into shared memory only after this fence: stores, fence, then a
 // barrier if another thread starts the copy or product.
 __device__ __forceinline__ void fence_proxy_async() {
 #ifdef CUDA_ON_CPU
@@ -413,7 +413,7 @@ __device__ __forceinline__ void bulk_wait_read() {
 }
 
 // Turns between blocks: a thread counts what it has done, after bulk_wait, and one of another block waits for a count.
-// What the first one and the copies that it has waited for have written is visible behind the second one's wait, to its
+// What the first one and the copies that it has waited for have written is visible after the second one's wait, to its
 // own copies too. The block that is waited for must be running, or have ended: not every block of a grid is.
 __device__ __forceinline__ void set_count(int* count, int value) {
 #ifdef CUDA_ON_CPU
@@ -546,7 +546,7 @@ __device__ __forceinline__ uint64_t wgmma_advance(uint64_t descriptor, uint32_t 
 
 // A compiler does not know that a product is asynchronous. For it D is there at once, and A's registers are free again:
 // nothing but these empty asm statements, which pretend to change `registers`, keeps what computes them before the
-// fence, and what uses them behind the wait. Arrays of fragments: float[][4] or uint32_t[][4].
+// fence, and what uses them after the wait. Arrays of fragments: float[][4] or uint32_t[][4].
 template <class... Registers>
 __device__ __forceinline__ void wgmma_pin(Registers&... registers) {
 #ifdef CUDA_ON_CPU

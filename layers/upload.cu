@@ -3,8 +3,8 @@
 //   for i < n:  to[i] = from[i]
 //
 // `from` is pinned memory, which a GPU's threads can read, over the bus. A copy engine moves large tensors at the same
-// rate, but a table of a few rows is all latency: on an H100 the kernel behind a copy starts 7 us after it, the one
-// behind a kernel 1 us; and this one asks for its numbers before the launch in front has ended (early_launch.cuh).
+// rate, but a table of a few rows is all latency: on an H100 the kernel after a copy starts 7 us after it, the one
+// after a kernel 1 us; and this one asks for its numbers before the launch in front has ended (early_launch.cuh).
 #include "layers/decode.h"
 #include "layers/early_launch.cuh"
 

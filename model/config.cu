@@ -117,7 +117,7 @@ void check_config(const Config& c) {
     constexpr int64_t most_layers = 1 << 16;
     check(c.L <= most_layers && most_parameters(c) <= 0x1p50, "model configuration: ", c.L, " layers with up to ",
           most_parameters(c), " parameters in all; at most ", most_layers,
-          " layers and 2^50 parameters can be had: is one of its sizes wrong?");
+          " layers and 2^50 parameters are supported: is one of its sizes wrong?");
     const SubLayer& attention = find_attention(c.attention);
     attention.check(c);
     find_feed_forward(c.feed_forward).check(c);

@@ -65,7 +65,7 @@ class ConfigReader {
         const Json::Value& number = member(object, key);
         int64_t value = 0;
         check(is_whole(number) && read_value(number, value), path_, ": \"", key, "\" is not a whole number");
-        // Sizes are multiplied by each other in 64 bits: of two at a time here, and of more behind check_config().
+        // Sizes are multiplied by each other in 64 bits: of two at a time here, and of more after check_config().
         constexpr int64_t most = std::numeric_limits<int32_t>::max();
         check(value > 0 && value <= most, path_, ": \"", key, "\" is ", value, ", expected 1 to ", most);
         return value;
@@ -335,7 +335,7 @@ Config load_config(const std::string& preset_or_path) {
         fail(path, ": model_type ", in_quotes(type),
              " is not supported, only gpt2, llama, mistral, qwen2, qwen3, deepseek_v2, deepseek_v3 and mfa");
     check(in.is_true(in.object(), "is_causal"), path,
-          ": is_causal is not true: models in which a token sees those behind it are not supported");
+          ": is_causal is not true: models in which a token sees those after it are not supported");
     check_config(config);
     return config;
 }

@@ -1,4 +1,4 @@
-// model/sublayer.h: what an attention or a feed-forward is. A block is two of them, each behind a norm, each added to
+// model/sublayer.h: what an attention or a feed-forward is. A block is two of them, each after a norm, each added to
 // the stream:
 //
 //     x = x + attention(norm1(x))
@@ -211,7 +211,7 @@ void quantise_block(const Model& model, int64_t l, cudaStream_t stream);
 // GPT-2, RMSNorm elsewhere. (norm.cu)
 void norm_forward(const Model& model, const Norm& norm, const NormSaved& saved, const Residual& x,
                   const Workspace& workspace, cudaStream_t stream);
-// Of a block: the context of the sub-layer behind it, of these parameters. In a step of inference the norm may be left
+// Of a block: the context of the sub-layer after it, of these parameters. In a step of inference the norm may be left
 // to the sub-layer's first product (BlockContext::norm); then saved.out is not written.
 BlockContext norm_forward(const BlockContext& b, const SubLayer& sub_layer, const SubLayerParameters& parameters,
                           const Norm& norm, const NormSaved& saved, const Residual& x);
@@ -261,7 +261,7 @@ inline void attend_forward(const BlockContext& b, const HeadColumns& out, Tensor
         return ranks->forward(out, lse, heads.q, heads.k, heads.v, options, b.stream);
     flash_attention_forward(out, lse, heads.q, heads.k, heads.v, options, b.stream);
 }
-// And of the linear layer behind it, out_linear, whose output's gradient is `dout`: dheads from dout, by way of
+// And of the linear layer after it, out_linear, whose output's gradient is `dout`: dheads from dout, by way of
 // dattended, and the layer's own gradients.
 inline void attend_backward(const BlockContext& b, const Linear& out_linear, const QkvHeads& dheads,
                             const HeadColumns& dattended, Tensor dout, const HeadColumns& attended, Tensor lse,

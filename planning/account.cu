@@ -268,6 +268,6 @@ void print_account(Trainer& t, const Traffic& step, bool only_trains, const Comm
             "was hidden\n",
             human_seconds(time.total).c_str());
     else
-        std::printf("  collectives took %s of the last step, %.0f %% of it behind computing\n",
+        std::printf("  collectives took %s of the last step, %.0f %% of it hidden behind computing\n",
                     human_seconds(time.total).c_str(), 100 * std::max(0.0, 1 - time.exposed / time.total));
 }

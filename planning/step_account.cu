@@ -82,10 +82,10 @@ constexpr double kBetweenSteps = 0.2e-3;     // the start of a graph, and upload
 enum class StepPart { gradients, norm, update };
 
 // The head's products by their place among the launches: the logits, whose loss comes next, and its two gradients
-// behind it. Their sizes do not tell: a block may have the same ones, and the last of --head-chunks has fewer rows.
+// after it. Their sizes do not tell: a block may have the same ones, and the last of --head-chunks has fewer rows.
 std::vector<bool> products_of_head(const std::vector<NotedLaunch>& launches) {
     std::vector<bool> is_head(launches.size());
-    size_t before = 0, after = 0;  // the last product; how many behind a loss are still to come
+    size_t before = 0, after = 0;  // the last product; how many after a loss are still to come
     for (size_t i = 0; i < launches.size(); ++i) {
         if (launches[i].kernel == "cross_entropy_kernel") is_head[before] = true, after = 2;
         if (launches[i].cost.product[0] == 0) continue;

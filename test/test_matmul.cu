@@ -424,7 +424,7 @@ TEST_CASE("matmul says what is wrong with its arguments", "[matmul][errors]") {
     CHECK_THROWS_WITH(matmul(out, a, b, {.beta = 1.0f, .added = b}, s),
                       ContainsSubstring("matmul: added is f32 (8, 5), expected f32 (4, 5)"));
     CHECK_THROWS_WITH(matmul(out, a, b, {.added = out, .bias = bias}, s),
-                      ContainsSubstring("matmul: added goes without a bias"));
+                      ContainsSubstring("matmul: added excludes a bias"));
     CHECK_THROWS_WITH(matmul(out, a, {}, {}, s), ContainsSubstring("matmul: b is no tensor"));
     const Tensor shifted = make_tensor(static_cast<char*>(a.tensor().data) + 4, DType::f32, {4, 8});
     CHECK_THROWS_WITH(matmul(out, shifted, b, {}, s), ContainsSubstring("matmul: a starts at"));

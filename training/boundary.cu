@@ -14,10 +14,10 @@
 //   with fp8             what is said of a step that fails is found with the scales that it had
 //   with --offload       the host has a part in the update
 //   with --trace         a trace has the messages and the computing of one step
-// and behind steps that an evaluation or a checkpoint follows, the last one, and the one in which a signal came. In all
+// and after steps that an evaluation or a checkpoint follows, the last one, and the one in which a signal came. In all
 // of these the host at least reads the next batch while the device works.
 // A step whose norm is not finite ends the run, and the message says that it changed no weights. The step launched
-// behind it must not either: the factor of the gradients, NaN, stays NaN (clip_scale).
+// after it must not either: the factor of the gradients, NaN, stays NaN (clip_scale).
 //
 // As one launch. A step of a small model is hundreds of kernels of a few microseconds, as long as it takes the host to
 // launch one. The launches of forward, backward and norm, from the upload of the batch to the factor of the gradients,

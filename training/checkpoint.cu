@@ -362,7 +362,7 @@ std::string write_checkpoint(Trainer& t, int64_t step) {
 void save_checkpoint(Trainer& t, int64_t step, bool last) {
     cudaCheck(cudaDeviceSynchronize());
     std::string fault;
-    std::string& newest = t.options.checkpoint;  // not find_checkpoints': a run may have gone on behind a broken one
+    std::string& newest = t.options.checkpoint;  // not find_checkpoints': a run may have gone on after a broken one
     const std::string before = newest;
     t.world.patiently([&] {
         fault = write_checkpoint(t, step);

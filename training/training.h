@@ -431,7 +431,7 @@ class Pipeline final : public StageWork {
     Tensor step_totals_;  // (steps, rows of Trainer::totals, 2)
     int64_t first_step_ = 0;
     std::deque<StepResult> results_;  // of steps that have been made and not been asked for
-    std::exception_ptr failure_;      // of the step behind them
+    std::exception_ptr failure_;      // of the step after them
     // Validated later: numbers that go from rank to rank, on a stream of their own; and what an update changes, as it
     // was.
     std::unique_ptr<Comm> numbers_;
@@ -554,7 +554,7 @@ void update_weights(Trainer& trainer, int64_t step);
 void update_units(Trainer& trainer, const Model& model, double lr, int64_t n_updates);
 // Before a step that is launched when the one before has been read: it begins now.
 void note_start(Trainer& trainer);
-// Asks the device for the step's loss and norm, behind its work. One rank finds here whether it was asked to stop.
+// Asks the device for the step's loss and norm, after its work. One rank finds here whether it was asked to stop.
 void request_numbers(Trainer& trainer, int64_t step);
 // Waits until they are there. Error if the loss or, except in float16, the norm is not finite.
 StepResult read_back(Trainer& trainer, const BatchReader& data, int64_t step);

@@ -1,7 +1,7 @@
 // training/tune_matmul.cu: what computes each product of the run.
 //
 // cuBLASLt's heuristic names up to 16 algorithms for a product, its favourite first; often another one is faster,
-// or our product for Hopper, or kernels behind a product (layers/matmul_plan.cu). What was measured once is kept in a
+// or our product for Hopper, or kernels after a product (layers/matmul_plan.cu). What was measured once is kept in a
 // file, so that the next run on this GPU has the same choices, and with them the same bits:
 //
 //   ~/.cache/llm.cu/matmul-NVIDIA_H100_80GB_HBM3-130000.txt                        ($XDG_CACHE_HOME for ~/.cache)

@@ -66,7 +66,7 @@ __device__ __forceinline__ void clear(float (&acc)[kRowTiles][kColumns][4]) {
 
 // Starts the copies of n rows of a head into a tile of kRows x kColumns; the other rows and columns become zeros.
 // packed: rows start and end at multiples of 16 bytes (Shape). Otherwise they are copied element by element, and
-// without cp.async: the barrier that callers put behind cp_async_wait covers these copies too.
+// without cp.async: the barrier that callers put after cp_async_wait covers these copies too.
 template <int kRows, int kColumns, class Number>
 __device__ __forceinline__ void load_tile(Number* tile, const Number* head, int64_t stride, int n, int D, bool packed) {
     if (!packed) {

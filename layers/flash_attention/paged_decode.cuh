@@ -9,7 +9,7 @@
 //
 //     copies       16 bytes each, of keys and values as they are stored, to shared memory
 //     scores       a thread has a key, and multiplies its columns with all queries
-//     maxima       of each tile of 32 keys, a warp; each thread adds up what the maximum was behind earlier tiles
+//     maxima       of each tile of 32 keys, a warp; each thread adds up what the maximum was after earlier tiles
 //     outputs      a thread has a column of a query: o = o 2^(m - m') + P value, and l the same with 1 for the value
 //
 // The block may also do what comes before the attention (paged_write.cu): it rotates queries and the new key, and
@@ -206,7 +206,7 @@ __device__ __forceinline__ void compute_scores(float (&x)[kQueries], const Decod
     }
 }
 
-// The probabilities of n keys, as powers of two below the maximum behind their tile.
+// The probabilities of n keys, as powers of two below the maximum after their tile.
 template <int kQueries, class Stored>
 __device__ __forceinline__ void compute_decode_probs(const DecodeShared& at, int n_queries, int n,
                                                      const DecodeShape& d) {

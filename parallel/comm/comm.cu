@@ -434,7 +434,7 @@ void Comm::recv(Tensor tensor, int from, cudaStream_t stream) {
 bool Comm::is_plan() const { return state_->options.planning; }
 bool Comm::recv_waits_on_host(cudaStream_t stream) const { return transport_->recv_waits_on_host(stream); }
 void Comm::group_start() { transport_->group_start(); }
-// The group's messages are put on the stream here, behind the marks of its calls.
+// The group's messages are put on the stream here, after the marks of its calls.
 void Comm::group_end() {
     transport_->group_end();
     if (last_stream_) cudaCheck(cudaEventRecord(last_call_, last_stream_));

@@ -72,7 +72,7 @@ struct Traffic {
 // Tensors lie on the device; out and inp have the same dtype: f32, bf16, f16 or i32. Their shapes do not matter, their
 // n does. Sizes may be 0, and differ from rank to rank only where said. out may be inp ("in place"); out and inp must
 // not overlap otherwise. All ranks must agree on n and dtype: where messages do not fit, the job ends with both sizes
-// named. NCCL alone does not compare them.
+// named. Only NCCL does not compare them.
 class Comm {
   public:
     int rank = 0, size = 1;  // in this communicator
@@ -114,7 +114,7 @@ class Comm {
     void group_end();
     // Work that is put on the stream after it begins when every rank's stream has come here.
     void barrier(cudaStream_t stream);
-    // Returns when every rank's host has called this, of whatever communicator; no device takes part. Behind the taking
+    // Returns when every rank's host has called this, of whatever communicator; no device takes part. After the taking
     // of memory: with NCCL, cudaMalloc in one thread may wait for a collective on another thread's GPU, which waits for
     // the first thread.
     void meet_hosts();

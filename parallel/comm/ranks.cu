@@ -75,7 +75,7 @@ std::shared_ptr<Transport> choose_transport(const std::shared_ptr<RankState>& st
                                : !nccl_is_built_in() ? "built without NCCL"
                                : !own_gpus           ? "ranks share a GPU"
                                                      : "";
-    // The CPU device has an NCCL for tests, and for who wants to see what it does (cpu/nccl.h).
+    // The CPU device has an NCCL for tests, and for those who want to see what it does (cpu/nccl.h).
     if (options.comm == "nccl")
         check(kCpuDevice || reason.empty(), "--comm nccl is not available here: ", reason,
               "; leave --comm out, or give each rank a GPU and build with NCCL");

@@ -8,7 +8,7 @@
 // Files, in reading order:
 //     shards.cu                   which rank holds which shard of the parameters
 //     naive.cu                    the simplest scheme: rank 0 has the optimizer
-//     ddp.cu                      every rank has the optimizer; gradients are summed in buckets, behind the backward
+//     ddp.cu                      every rank has the optimizer; gradients are summed in buckets, during the backward
 //     zero.cu                     ZeRO 1, 2, 3: states, then gradients, then weights are sharded
 //     data_parallel.cu            what the schemes share: the stream of the collectives, its clock, checkpoints
 //     compress.cu, power_sgd.cu   gradients that travel in fewer bits

@@ -94,9 +94,9 @@ Action receive_of(const Action& send, int from);  // the other end of a send
 // For errors and traces: "F3 of stage 1" (F, B, W, BW), "send B3 of stage 1 to rank 0", "update 4 of stage 1".
 std::string action_text(const Action& action);
 
-// Schedules below give computing and updates alone. This adds the messages: each send right behind the action whose
+// Schedules below give only computing and updates. This adds the messages: each send right after the action whose
 // result it takes; each receive before the action that its rank computes when it is sent, if all durations are equal:
-// so it travels behind that, and on each link (from rank a to rank b) receives are in the order of the sends. Error for
+// so it travels during that, and on each link (from rank a to rank b) receives are in the order of the sends. Error for
 // a table in which a rank would wait for ever.
 void add_messages(PipelineSchedule& schedule);
 
@@ -166,7 +166,7 @@ struct ScheduleOptions {
     int max_alive = 0;           // auto: micro-batches alive on a rank at once, at most; 0: min(p, m), as 1f1b has them
 };
 
-// Each gives computing and updates alone: make_schedule() adds the messages.
+// Each gives only computing and updates: make_schedule() adds the messages.
 // schedules.cu
 PipelineSchedule naive(const ScheduleOptions& options);  // one micro-batch after the other: one stage is busy
 PipelineSchedule gpipe(const ScheduleOptions& options);  // all forwards, then all backwards
@@ -195,7 +195,7 @@ PipelineSchedule empty_schedule(const ScheduleOptions& options, Placement placem
 // schedule cannot have, with those that it can.
 PipelineSchedule make_schedule(const ScheduleOptions& options);
 const std::vector<std::string>& schedule_names_of_pipelines();
-// For an evaluation: forwards alone, of m micro-batches, with the same stages and placement.
+// For an evaluation: only forwards, of m micro-batches, with the same stages and placement.
 PipelineSchedule forward_schedule(const PipelineSchedule& like, int m);
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ class StageWork {
 // Tensors at the stages' borders that a rank needs at once.
 int border_tensors(const PipelineSchedule& schedule, int rank);
 // How far all ranks can go in their lists without a backward: to their first one; or, where that comes first, to the
-// first message that is sent behind such a place.
+// first message that is sent after such a place.
 std::vector<size_t> places_before_backward(const PipelineSchedule& schedule);
 // Messages that a rank sends in a table.
 int64_t messages_sent(const PipelineSchedule& schedule, int rank);

@@ -19,7 +19,7 @@
 //     input of a stage                 from its receive (or the forward of the stage before, on the same rank; of stage
 //                                      0 its own) to the end of its backward
 //     output of a stage                from its forward to its send; of the last stage to its backward
-//     gradient of the output, in       from its receive (or the backward of the stage behind; of the last stage its
+//     gradient of the output, in       from its receive (or the backward of the stage after; of the last stage its
 //     place that of the input          own) to the send of the gradient of the input; of stage 0 to the end of its
 //                                      backward
 //

@@ -5,7 +5,7 @@
 //     end   = start + duration
 //
 // A result is sent when the actions before its send have been done; in a table without messages, when it has been
-// computed. Messages take no time of a rank: they travel behind the computing.
+// computed. Messages take no time of a rank: they travel during the computing.
 #include "parallel/pipeline/pipeline.h"
 
 #include <algorithm>

@@ -2,7 +2,7 @@
 // so there is no bubble but at the beginning and the end of the table; instead, gradients are those of older weights.
 //
 // Version k of a stage's weights is that after k updates; version 0 is there when the table begins. Both schedules
-// compute in the order of 1F1B, with the update behind the backward, and the backward of a micro-batch with the version
+// compute in the order of 1F1B, with the update after the backward, and the backward of a micro-batch with the version
 // of its forward ("weight stashing": otherwise it would not be the gradient of anything).
 //
 // PipeDream (Harlap et al. 2018, arXiv:1806.03377; Narayanan et al. 2019, SOSP): an update after each backward. In the
@@ -27,7 +27,7 @@
 
 namespace {
 
-// The order of 1F1B, with an update behind every n backwards. version_of(micro, newest): that of a forward.
+// The order of 1F1B, with an update after every n backwards. version_of(micro, newest): that of a forward.
 template <typename VersionOf>
 PipelineSchedule with_updates(const ScheduleOptions& o, int n, const VersionOf& version_of) {
     PipelineSchedule s = one_f_one_b(o);

@@ -18,7 +18,7 @@
 //
 // Sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198) divides what lies between the sub-layers, too, by
 // rows: the residual stream, the norms, and what the backward needs of them. In place of an all-reduce stand a
-// reduce-scatter behind a sub-layer and an all-gather of the norm's rows before the next, which send as many bytes
+// reduce-scatter after a sub-layer and an all-gather of the norm's rows before the next, which send as many bytes
 // together. In the backward the rows are gathered once more, because nobody keeps them: half as much again.
 //
 // Whatever lies inside of a sub-layer and is not divided (a norm of queries and keys, MLA's latents, key heads of which

@@ -4,7 +4,7 @@
 // the model do not know which it is:
 //
 //     --tp-mode   ranks        the residual stream        weights                     who talks
-//     1d          n            whole on each rank, or     rows, then columns          all, behind each sub-layer
+//     1d          n            whole on each rank, or     rows, then columns          all, after each sub-layer
 //                              (--sp) rows
 //     2d          q x q        rows x columns             rows x columns              rows and columns of the grid
 //     2.5d        d x q x q    the same, rows in d q      the same, d times           the same; d at the end of a step
