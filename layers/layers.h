@@ -5,7 +5,7 @@
 //   H query heads   K key/value heads (K divides H)   D head size   O output channels of a linear layer
 //
 // Conventions
-//   - Arguments stand in the order: outputs, what is saved for the backward, inputs, sizes, scratch, stream.
+//   - Arguments are in the order: outputs, what is saved for the backward, inputs, sizes, scratch, stream.
 //   - The gradient of X is dX. Gradients of activations are written (=). Gradients of parameters are added to (+=) with
 //     `accumulate`, and written (=) without it: by the first micro-batch of a step, so that nobody sets them to 0.
 //   - Tensors of one call share one float dtype (f32, bf16 or f16) unless the comment says otherwise; sums are in f32.
@@ -67,7 +67,7 @@ void collect_heads(const HeadColumns& to, const HeadColumns& from, const TokenCh
 //     row128      (ceil(K/128), M), for b N                 one for 128 neighbours of a row: that of a[m, k] is
 //                                                           scale[k / 128, m]
 //     block128    (ceil(M/128), fp8_block_scale_cols(K))    one for 128 x 128: of a[m, k] scale[m / 128, k / 128];
-//                                                           the columns behind ceil(K/128) are padding
+//                                                           the columns after ceil(K/128) are padding
 //   Either both are `tensor` or none is, and not both are block128; then M is a multiple of 4 too.
 
 enum class MatmulScale { tensor, row128, block128 };
@@ -80,7 +80,7 @@ struct MatmulOptions {
     MatmulScale a_scale_mode = MatmulScale::tensor, b_scale_mode = MatmulScale::tensor;
     // One of these at most, without batches and without fp8: what is done before the result is stored, where cuBLASLt
     // has an epilogue for it; otherwise kernels do it after the product. In 16 bits they see the rounded product, an
-    // epilogue does not. Only before_gelu goes with a bias, only a_row_sums with beta.
+    // epilogue does not. Only before_gelu can have a bias, only a_row_sums beta.
     Tensor before_gelu = {};  // (M, N), of out's type: written, x = alpha op(a) op(b) + bias;      out = gelu(x)
     Tensor gelu_input = {};   // (M, N), of out's type: read;     out = (alpha op(a) op(b)) * gelu'(gelu_input)
     Tensor a_row_sums = {};   // (M), of out's type: written, the sum of each row of op(a), which must be a transpose
@@ -515,7 +515,7 @@ struct SamplingDistribution {
     float max, inverse_temperature, threshold, log_min_p;
     int32_t is_valid;  // 0: some x is NaN or +infinity, or all are -infinity. Nothing can be drawn: the token is -1
 };
-// Structs stand in i32 tensors, a row each: rules (rows, kStructN<SamplingRule>).
+// Structs lie in i32 tensors, a row each: rules (rows, kStructN<SamplingRule>).
 template <class Struct>
 constexpr int64_t kStructN = sizeof(Struct) / sizeof(int32_t);
 

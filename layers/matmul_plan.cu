@@ -385,7 +385,7 @@ void set_matmul_choices(const std::string& text) {
             "choices of matrix products: '", line, "' is no line 'PRODUCT: CHOICE  # what was measured'");
         if (comment != std::string::npos) choice.measured = line.substr(comment + 4);
         check(read.emplace(line.substr(0, colon), choice).second, "choices of matrix products: '",
-              line.substr(0, colon), "' stands there twice");
+              line.substr(0, colon), "' is there twice");
     }
     choices = read;
     plans.clear();

@@ -10,7 +10,7 @@
 //
 // Positions: GPT-2 has none here; LLaMA and Qwen rotate queries and keys. Qwen2 (arXiv:2407.10671) adds biases to qkv,
 // which the product has done. Qwen3 (arXiv:2505.09388) first normalises every query and key head, so that no score can
-// grow without bound: then queries and keys stand in tensors of their own, because the norm's backward needs what qkv
+// grow without bound: then queries and keys are in tensors of their own, because the norm's backward needs what qkv
 // holds.
 #include "model/sublayer.h"
 

@@ -140,7 +140,7 @@ struct Norm {
     Tensor dweight, dbias;
 };
 // Parameters of an attention or a feed-forward. linears[0] reads the sub-layer's input, linears[1] writes its output;
-// what the others are, the file of the sub-layer says.
+// the file of the sub-layer says what the others are.
 struct SubLayerParameters {
     std::array<Linear, 4> linears;
     std::array<Norm, 2> norms;
@@ -182,10 +182,10 @@ class PipelineRanks {
     void take_memory(Arena& arena);
     int rank() const { return comm_.rank; }
     int size() const { return comm_.size; }
-    // The first rank that has this unit of the whole model: what several ranks have, it writes.
+    // The first rank that has this unit of the whole model: it writes what several ranks have.
     int owner(size_t unit_number) const { return owners_[unit_number]; }
     bool owns(const Unit& unit) const { return owners_[unit.number] == comm_.rank; }
-    // The same for the same parts on all ranks, and otherwise another one.
+    // The same for the same parts on all ranks, and otherwise different.
     uint64_t key() const { return key_; }
     // n numbers of one rank, on rank 0; elsewhere nothing. To be called by these two.
     std::vector<float> bring(const std::vector<float>& values, int64_t n, int from);
@@ -198,8 +198,8 @@ class PipelineRanks {
 };
 
 // The parameters' memory is FlatParameters' (parallel/data/data.h): flat arrays of units, which are the embedding, the
-// blocks and the head. Every parameter below is a view into its unit. Of a part of a model there are all the same the
-// unit of the embedding, without parameters where it is elsewhere, those of its blocks, and that of the head, likewise.
+// blocks and the head. Every parameter below is a view into its unit. A part of a model, too, has the unit of the
+// embedding, without parameters where it is elsewhere, those of its blocks, and that of the head, likewise.
 struct Model : FlatParameters {
     Config config;   // of the whole model
     ModelPart part;  // and what of it is here
@@ -328,7 +328,7 @@ Recompute parse_recompute(const std::string& text);  // "none", "full" (every = 
 
 std::vector<Visit> backward_visits(const Model& model, const Recompute& recompute);
 // Of blocks [first, last) alone, for a pipeline: of several chunks and micro-batches that take turns, so that nothing
-// is still there from the forward that is to be computed again. When gradients begin and end says the schedule.
+// is still there from the forward that is to be computed again. The schedule says when gradients begin and end.
 std::vector<Visit> chunk_forward_visits(int64_t first, int64_t last);
 std::vector<Visit> chunk_backward_visits(int64_t first, int64_t last, const Recompute& recompute);
 

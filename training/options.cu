@@ -47,7 +47,7 @@ const std::set<std::string> kNotSaved = {"--help",
                                          "--tune-matmul",
                                          "--verbose"};
 // Nor are these saved, except for the second list where --pipeline is asynchronous: gradients are then those of weights
-// some updates ago, of how many is decided by it.
+// some updates ago, and it decides how many.
 const std::set<std::string> kPipelineFlags = {"--pp",    "--pipeline",     "--chunks",        "--stages",
                                               "--times", "--memory-limit", "--vertical-sync", "--flush-every"};
 const std::set<std::string> kAsynchronousFlags = {"--pp", "--pipeline", "--vertical-sync", "--flush-every"};

@@ -33,7 +33,7 @@ constexpr int kDecodeThreads = 256, kTileKeys = kWarp;
 constexpr int kMostQueries = 8, kMostItems = 512;  // queries of a block, and times columns
 constexpr int kPassBytes = 72 << 10;               // of keys and values in shared memory
 
-// The step's new keys and values, which stand in no page yet. keys == nullptr: they do, and queries are rotated.
+// The step's new keys and values, which are in no page yet. keys == nullptr: they do, and queries are rotated.
 template <class Number>
 struct NewRows {
     const Number *keys, *values;

@@ -77,7 +77,7 @@ struct SlotCopy {
 };
 void write_slot(Slot& slot, const SlotCopy& value);
 SlotCopy read_slot(Slot& slot);
-// So many collectives of a communicator have begun, by its id.
+// How many collectives of a communicator have begun, by its id.
 void note_begun(Slot& slot, uint64_t comm, int64_t n);
 int64_t read_begun(Slot& slot, uint64_t comm);
 

@@ -3,7 +3,7 @@
 //
 // Everything in a model but attention looks at each token by itself: there the ranks of the group are data-parallel
 // ranks with other tokens. Positions (of rope, of learned positions), windows, documents and the mean of the loss mean
-// the whole sequence. Attention is the one place where the group talks; how, is the mode:
+// the whole sequence. Attention is the one place where the group talks; the mode says how:
 //
 //     --cp-mode ring      keys and values travel from rank to rank, and queries stay     any number of heads
 //     --cp-mode ulysses   tokens are exchanged for heads, and back                       n divides the heads

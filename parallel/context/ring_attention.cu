@@ -32,7 +32,7 @@
 //                in float32, and a part of these; of queries a part, and the sum of parts in float32.
 //     MLA        its keys and values travel expanded, of all heads.
 //
-// With a window, keys that no query of a rank sees still pass through it, and take it no computing.
+// With a window, keys that no query of a rank sees still pass through it, and need no computing.
 #include "parallel/context/context.h"
 
 #include <algorithm>
