@@ -5,7 +5,7 @@
 //
 // The simplest scheme that is right, and what PyTorch's first DataParallel did. Rank 0 receives (n-1) P gradients and
 // sends (n-1) P weights, through one link, while the other links do nothing; it holds all optimizer states; and no
-// other rank computes during the update. ddp.cu mends the first and the last, zero.cu all three.
+// other rank computes during the update. ddp.cu avoids the first and the last, zero.cu all three.
 #include "parallel/data/data.h"
 
 namespace {
