@@ -74,8 +74,7 @@ void print_pipeline_plan(const Trainer& t) {
         "pp       %lld ranks divide the layers into %d stages, --pipeline %s, %d micro-batches a step, bubble %.4f\n",
         static_cast<long long>(t.options.pp), schedule.n_stages, t.options.pipeline.c_str(), schedule.m / steps,
         simulate(schedule, Times{}).bubble);
-    std::printf(
-        "         where a block's forward, backward by input and backward by weight take equally long\n");
+    std::printf("         where a block's forward, backward by input and backward by weight take equally long\n");
     std::printf("rank  %-24s %10s %10s %10s %10s %10s %10s %12s %8s\n", "blocks", "parameters", "weights", "gradients",
                 "states", "in flight", "for W", "sent a step", "versions");
     for (int rank = 0; rank < t.options.pp; ++rank) {

@@ -94,8 +94,7 @@ void check_asynchronous(const TrainOptions& o) {
          {std::pair("--val-every", o.val_every), {"--save-every", o.save_every}, {"--stop-after", o.stop_after}})
         check(value % o.flush_every == 0, flag, " ", value, " with ", name, ": it must be a multiple of --flush-every ",
               o.flush_every, ", when the pipeline is empty");
-    check(o.clip == 0, name, " with --clip ", o.clip,
-          ": there is never one norm of all gradients; add --clip 0");
+    check(o.clip == 0, name, " with --clip ", o.clip, ": there is never one norm of all gradients; add --clip 0");
     check(o.dtype != "fp16" && o.dtype != "float16" && o.dtype != "fp8", name, " with --dtype ", o.dtype,
           ": its scales are those of a step that all ranks end together; use --dtype bf16 or fp32");
 }
