@@ -125,7 +125,7 @@ std::vector<std::vector<float>> updated(const std::string& optimizer_name, int n
             grads.set(flat(static_cast<uint64_t>(t)));
             optimizer->step({.values = values, .stochastic = stochastic, .seed = 5}, grads, norm_scale, 1e-2, t,
                             stream);
-            if (t != 2 || optimizer->sums().empty()) continue;
+            if (t != 2 || !stochastic || optimizer->sums().empty()) continue;  // counted launches are of whole updates
             // Some gradient is NaN: nothing changes, neither what a rank has nor what it has of the whole.
             Buffer overflowed(DType::f32, {2}, {INFINITY, NAN});
             optimizer->step({.values = values, .stochastic = stochastic, .seed = 5}, grads, overflowed, 1e-2, t + 1,
