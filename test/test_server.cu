@@ -677,7 +677,7 @@ TEST_CASE("a signal ends the server when its answers are complete, a second one 
         CHECK(ask(server, http("GET", "/health")).status == 503);
         const Reply late = complete(server, kLong);
         CHECK(late.status == 503);
-        CHECK(as<std::string>(late.object()["error"]["message"]).find("ending") != std::string::npos);
+        CHECK(as<std::string>(late.object()["error"]["message"]).find("shutting down") != std::string::npos);
         const std::vector<json> all = events(parsed(client.read_all()));
         CHECK(all.back()["usage"]["completion_tokens"] == 500);
         CHECK(server.wait() == 0);
