@@ -77,6 +77,10 @@ struct EngineWithMemory {
             return true;
         };
     }
+    void finish() {  // all requests
+        while (engine.step()) {
+        }
+    }
 };
 
 Request greedy_request(int64_t id, const json& golden) {
@@ -123,8 +127,7 @@ inline auto sampled_answers(EngineWithMemory& e, int64_t V, int64_t only = -1, i
         if (id == 4) request.sampling.repetition_penalty = 1.2, request.sampling.frequency_penalty = 0.5;
         e.engine.add(request);
     }
-    while (e.engine.step()) {
-    }
+    e.finish();
     CHECK(e.engine.cache().use().owned_pages == 0);
     return e.answers;
 }

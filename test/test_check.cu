@@ -1,5 +1,5 @@
 // test/test_check.cu: check() formats its message only when it fails. Launchers make dozens of checks, on every launch.
-// And what arenas and tensors (core/core.h) check.
+// And what arenas and tensors (core/core.h) check, and Philox's known answer.
 #include "layers/layers.h"
 #include "temp_folder.h"
 #include "test.h"

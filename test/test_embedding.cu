@@ -292,7 +292,7 @@ TEST_CASE("embedding backward is the transpose of embedding forward", "[embeddin
     CHECK(forward == Approx(backward).margin(static_cast<double>(B * T * C) * 0x1p-22));
 }
 
-// Run by the next test but two in processes of their own, because a trap ends them.
+// The next three are run by the test after them, each in a process of its own, because a trap ends it.
 TEST_CASE("embedding of a token beyond the table", "[.][embedding_trap]") {
     Buffer tokens(DType::i32, {1, 3}), wte(DType::f32, {4, 8}, Values(32)), out(DType::f32, {1, 3, 8});
     tokens.set_integers({0, 4, 1});

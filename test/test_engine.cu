@@ -177,8 +177,7 @@ TEST_CASE("answers are the same with steps that are launched as graphs", "[infer
                     request.id = 5 + n, request.prompt = {1}, request.max_tokens = 4, request.n = n;
                     request.sampling.logprobs = 0;
                     e.engine.add(request);
-                    while (e.engine.step()) {
-                    }
+                    e.finish();
                 }
                 answers[graphs] = e.answers;
                 const StepGraphs& its = e.engine.graphs();
@@ -289,8 +288,7 @@ TEST_CASE("a cache of one row has room for two tokens, and no look-up is longer 
     Request request;
     request.prompt = {1}, request.max_tokens = 1;
     e.engine.add(request);
-    while (e.engine.step()) {
-    }
+    e.finish();
     CHECK(e.answers.size() == 1);
 }
 
@@ -371,7 +369,9 @@ TEST_CASE("the text of an answer goes on from the prompt, and ends before the fi
         }
         return answers;
     };
-    TextRequest request{.prompt = {1, 2, 3, 4}, .max_tokens = 6, .n = 3};
+    TextRequest request, scored, beams, greedy;
+    request.prompt = scored.prompt = beams.prompt = greedy.prompt = {1, 2, 3, 4};
+    request.max_tokens = 6, request.n = 3;
     CHECK(run(request).size() == 3);
     request.n = 1, request.sampling.logit_bias = {{5, 100}};  // an answer that ends inside of a character
     CHECK(run(request)[0].tokens.back().token == 5);
@@ -385,14 +385,14 @@ TEST_CASE("the text of an answer goes on from the prompt, and ends before the fi
     CHECK(run(request)[0].text == " 2 ");
     CHECK(answers[0].finish_reason == std::string("stop"));
     // The prompt alone.
-    TextRequest scored{.prompt = {1, 2, 3, 4}, .max_tokens = 0, .scores_prompt = true};
+    scored.max_tokens = 0, scored.scores_prompt = true;
     scored.sampling.logprobs = 0;
     CHECK(run(scored)[0].finish_reason == std::string("length"));
     // Beams, with an end that is the most probable token.
-    TextRequest beams{.prompt = {1, 2, 3, 4}, .max_tokens = 5, .n = 2, .beams = BeamOptions{.n_beams = 3}};
+    beams.max_tokens = 5, beams.n = 2, beams.beams = BeamOptions{.n_beams = 3};
     beams.sampling.temperature = 0;
     CHECK(run(beams).size() == 2);
-    TextRequest greedy{.prompt = beams.prompt, .max_tokens = 1};
+    greedy.max_tokens = 1;
     greedy.sampling.temperature = 0;
     const int32_t likely = run(greedy)[0].tokens.at(0).token;
     beams.stop_tokens = {likely}, beams.beams->length_penalty = -2;  // short answers
@@ -479,14 +479,12 @@ TEST_CASE("beam search finds the answers of transformers' beam search", "[infere
                 request.beams = BeamOptions{.length_penalty = 0.7};
                 e.engine.add(request);
             }
-            while (e.engine.step()) {
-            }
+            e.finish();
             INFO(name << ", " << e.engine.scheduler().n_preemptions() << " preemptions");
             // A request that lies in memory where one lay that has ended has a search of its own.
             found[0].clear(), requests[0].sequences.clear();
             e.engine.add(requests[0]);
-            while (e.engine.step()) {
-            }
+            e.finish();
             CHECK(e.engine.cache().use().owned_pages == 0);
             for (Json::ArrayIndex i = 0; i < requests.size(); ++i) {
                 const auto& wanted = of_model["cases"][i]["answers"];
