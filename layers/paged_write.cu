@@ -30,7 +30,10 @@ template <class Stored, class Number>
 __device__ __forceinline__ void store_row(Stored* to, float* scale, const Number* from, int n) {
     if constexpr (std::is_same_v<Stored, __nv_fp8_e4m3>) {
         float largest = 0.0f;
-        for (int i = threadIdx.x; i < n; i += kTeam) largest = fmaxf(largest, fabsf(to_float(from[i])));
+        for (int i = threadIdx.x; i < n; i += kTeam) {
+            const float size = fabsf(to_float(from[i]));
+            if (size > largest) largest = size;  // g++ 12 for AArch64 cannot compile this loop with fmaxf
+        }
         if constexpr (!kOnCpu) largest = warp_max(largest);
         const float share = largest / kLargestCode, divisor = share > FLT_MIN ? share : 1.0f;  // nothing but zeros: 1
         for (int i = threadIdx.x; i < n; i += kTeam) to[i] = from_float<Stored>(to_float(from[i]) / divisor);
