@@ -24,7 +24,12 @@
 namespace cuda_cpu {
 namespace {
 
-constexpr size_t kPageBytes = 4096;
+// Of the memory, 4 KiB on x86-64; 16 or 64 KiB on some machines with ARM processors. (A function: other files allocate
+// before main().)
+size_t page_bytes() {
+    static const size_t bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    return bytes;
+}
 constexpr size_t kAlignment = 16;
 constexpr size_t kBytesBefore = 64;    // how far before an allocation its canary is checked
 constexpr size_t kFreedRanges = 4096;  // how many freed allocations are remembered, and fault
@@ -33,9 +38,9 @@ constexpr unsigned char kCanary = 0xff;
 struct Guarded {
     uintptr_t map, map_bytes;  // with both guard pages
     uintptr_t user, user_bytes;
-    uintptr_t first() const { return map + kPageBytes; }
-    uintptr_t end() const { return map + map_bytes - kPageBytes; }  // the guard page that follows
-    const char* kind;                                               // "device memory", ...
+    uintptr_t first() const { return map + page_bytes(); }
+    uintptr_t end() const { return map + map_bytes - page_bytes(); }  // the guard page that follows
+    const char* kind;                                                 // "device memory", ...
 
     std::string name() const { return "an allocation of " + std::to_string(user_bytes) + " bytes of " + kind; }
 };
@@ -50,7 +55,7 @@ std::atomic<uint64_t> random_state{0};
 // Faults
 
 std::string what_lies_at(uintptr_t address) {
-    if (address < kPageBytes) return "a null pointer";
+    if (address < page_bytes()) return "a null pointer";
     for (const Guarded& g : freed)
         if (address - g.map < g.map_bytes) return g.name() + " that has been freed";
     auto at = live.upper_bound(address);
@@ -166,18 +171,18 @@ void check_all_canaries(const std::function<std::string()>& who) {
 
 void* guarded_allocate(size_t bytes, const char* kind) {
     const size_t rounded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
-    const size_t n_pages = (rounded + kPageBytes - 1) / kPageBytes;
+    const size_t n_pages = (rounded + page_bytes() - 1) / page_bytes();
     Guarded g{};
-    g.map_bytes = (n_pages + 2) * kPageBytes;
+    g.map_bytes = (n_pages + 2) * page_bytes();
     void* map = mmap(nullptr, g.map_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (map == MAP_FAILED) return nullptr;
     g.map = reinterpret_cast<uintptr_t>(map);
     g.user = g.end() - rounded;
     g.user_bytes = bytes;
     g.kind = kind;
-    std::memset(reinterpret_cast<void*>(g.first()), kCanary, n_pages * kPageBytes);
-    mprotect(map, kPageBytes, PROT_NONE);
-    mprotect(reinterpret_cast<void*>(g.end()), kPageBytes, PROT_NONE);
+    std::memset(reinterpret_cast<void*>(g.first()), kCanary, n_pages * page_bytes());
+    mprotect(map, page_bytes(), PROT_NONE);
+    mprotect(reinterpret_cast<void*>(g.end()), page_bytes(), PROT_NONE);
     const std::lock_guard lock(mutex);
     const Guarded& lives = live[g.map] = g;
     if (rounded != bytes) with_gap.insert(&lives);
