@@ -3,6 +3,7 @@
 #include "device.h"
 
 #include <omp.h>
+#include <sys/utsname.h>
 
 #include <algorithm>
 #include <fstream>
@@ -44,7 +45,8 @@ std::string cpu_model() {
     std::ifstream info("/proc/cpuinfo");
     for (std::string line; std::getline(info, line);)
         if (line.rfind("model name", 0) == 0) return line.substr(line.find(':') + 2);
-    return "CPU";
+    utsname system{};  // ARM processors have no name there: "aarch64"
+    return uname(&system) == 0 ? system.machine : "CPU";
 }
 
 // The dynamic shared memory of a block that cudaFuncSetAttribute has allowed a kernel, by its address and device.
