@@ -30,7 +30,6 @@ namespace cuda_cpu {
 namespace {
 
 constexpr size_t kStackBytes = 256 << 10;  // only the pages that are touched are real memory
-constexpr size_t kPageBytes = 4096;
 constexpr unsigned kStacksPerSlab = 32;
 constexpr unsigned kGuardedStacks = 128;  // an OS thread's first stacks always have a guard page (see add_stacks)
 constexpr unsigned kWarp = 32;
@@ -273,10 +272,10 @@ void Block::add_stacks() {
     slabs_.push_back(slab);
     for (unsigned i = 0; i < kStacksPerSlab; ++i) {
         char* stack = slab + i * kStackBytes;
-        if (strict || all_.size() < kGuardedStacks) mprotect(stack, kPageBytes, PROT_NONE);
-        // If all stacks started at the same offset in their page, their most used parts would compete for the same
-        // cache lines.
-        const size_t offset = all_.size() * 640 % kPageBytes;
+        if (strict || all_.size() < kGuardedStacks) mprotect(stack, page_bytes(), PROT_NONE);
+        // If all stacks started at the same offset in 4 KiB, their most used parts would compete for the same cache
+        // lines.
+        const size_t offset = all_.size() * 640 % 4096;
         Fiber* fiber = new Fiber;
         fiber->stack_top = stack + kStackBytes - offset;
         all_.push_back(fiber);

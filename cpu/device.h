@@ -113,6 +113,8 @@ struct StrictRandom {
 // fault.
 [[noreturn]] void report(const std::string& text);
 
+// Of a page of memory: 4 KiB on x86-64; 16 or 64 KiB on some machines with ARM processors.
+size_t page_bytes();
 // Memory that ends at a page which faults. Filled with 0xff bytes: NaN in every float format, -1 as int.
 void* guarded_allocate(size_t bytes, const char* kind);  // kind: "device memory", for reports
 void guarded_free(void* pointer);

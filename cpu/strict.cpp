@@ -22,14 +22,15 @@
 #include <utility>
 
 namespace cuda_cpu {
-namespace {
 
-// Of the memory, 4 KiB on x86-64; 16 or 64 KiB on some machines with ARM processors. (A function: other files allocate
-// before main().)
+// A function, because other files allocate before main().
 size_t page_bytes() {
     static const size_t bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
     return bytes;
 }
+
+namespace {
+
 constexpr size_t kAlignment = 16;
 constexpr size_t kBytesBefore = 64;    // how far before an allocation its canary is checked
 constexpr size_t kFreedRanges = 4096;  // how many freed allocations are remembered, and fault

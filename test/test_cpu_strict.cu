@@ -138,7 +138,7 @@ const std::vector<Mistake> mistakes = {
     {"before_the_start", {"kernel 'fill_kernel' launched at", "wrote before the start of an allocation of 400 bytes"}},
     {"before_a_page",
      {"kernel 'fill_kernel' launched at", "block (0,0,0), thread (0,0,0)",
-      "4 bytes before the start of an allocation of 4096 bytes"}},
+      "4 bytes before the start of an allocation of 65536 bytes"}},
     {"reads_past_the_end", {"kernel 'difference_kernel'", "block (3,0,0), thread (3,0,0)", "first byte past the end"}},
     {"use_after_free", {"kernel 'add_kernel'", "an allocation of 256 bytes of device memory that has been freed"}},
     {"null_pointer", {"kernel 'no_check_kernel'", "block (0,0,0), thread (0,0,0)", "a null pointer"}},

@@ -354,7 +354,7 @@ bool fill(size_t n, long long from, long long to) {
 bool past_the_end(bool wrong) { return fill(100, 0, wrong ? 101 : 100); }     // 400 bytes end where the page ends
 bool past_an_odd_end(bool wrong) { return fill(101, 0, wrong ? 102 : 101); }  // 404 bytes do not: 12 lie between
 bool before_the_start(bool wrong) { return fill(100, wrong ? -1 : 0, 100); }
-bool before_a_page(bool wrong) { return fill(1024, wrong ? -1 : 896, 1024); }
+bool before_a_page(bool wrong) { return fill(16384, wrong ? -1 : 16256, 16384); }  // 64 KiB: whole pages anywhere
 
 __global__ void difference_kernel(float* out, const float* inp, size_t n, bool wrong) {
     const size_t i = blockIdx.x * blockDim.x + threadIdx.x;
