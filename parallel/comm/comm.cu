@@ -390,8 +390,8 @@ void Comm::broadcast(Tensor tensor, int root, cudaStream_t stream) {
     });
 }
 
-// Each rank reduces its piece, in rank order, and root collects the pieces: twice the bytes that root must receive, but
-// no rank adds more than its share.
+// Each rank reduces its piece, in rank order, and root collects the pieces. Root receives 2 (n-1)/n N bytes, where N
+// would be enough, but no rank adds more than its share.
 void Comm::reduce(Tensor out, Tensor inp, ReduceOp op, int root, cudaStream_t stream) {
     check(root >= 0 && root < size, "reduce: root ", root, " of ", size, " ranks");
     check_pair("reduce", rank == root ? out : inp, inp, 1, 1);

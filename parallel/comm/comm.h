@@ -9,7 +9,7 @@
 //     all_to_all      piece j of rank i becomes piece i of rank j (a matrix of pieces is transposed)
 //     shift           every rank gets the numbers of the rank before it
 //
-// all_reduce = reduce_scatter + all_gather, and what a rank must at least send for N bytes is
+// all_reduce = reduce_scatter + all_gather. For N bytes the rank that sends most must send at least
 //
 //     reduce_scatter, all_gather   (n - 1)/n N                      all_reduce   2 (n - 1)/n N
 //

@@ -1,4 +1,4 @@
-// trace_picture.cu: the traced steps as a picture: a panel per step, two lanes per rank, time to the right.
+// trace_picture.cu: the first four traced steps as a picture: a panel per step, two lanes per rank, time to the right.
 //
 //     step 3
 //     rank 0   computing       | forward emb | forward block 0 |       | ...

@@ -113,7 +113,7 @@ struct TracedMessage {
 std::vector<TracedMessage> match_messages(const std::vector<TraceEvent>& events);
 
 // Device memory for the words that hosts send each other (Comm::host_words), of all communicators of a rank. It is
-// taken with the first one and freed when none is left: cudaMalloc and cudaFree may wait for the device, on which a
+// taken with the first one and freed with the rank's state: cudaMalloc and cudaFree may wait for the device, on which a
 // collective of another communicator may be waiting for a rank that is a thread of this process, and cannot launch its
 // part while they do.
 class WordPool {

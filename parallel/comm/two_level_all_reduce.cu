@@ -10,9 +10,10 @@
 //     machine 0   ranks 0 1     1. a01 b01     2. A   B       3. AB AB
 //     machine 1   ranks 2 3        a23 b23        A   B          AB AB
 //
-// A rank sends 2 (k-1)/k N/m bytes to other machines. A ring through all n ranks sends more in all: its every link
-// carries 2 (n-1)/n N, also those between machines. If machines have different numbers of ranks, m is the smallest of
-// them, and the further ranks only give their numbers in 1 and get the result in 3.
+// A rank sends 2 (k-1)/k N/m bytes to other machines, and the m ranks of a machine together 2 (k-1)/k N. In a ring
+// through all n ranks one rank of each machine alone sends 2 (n-1)/n N to the next machine; the bytes of all links are
+// the same, 2 (n-1) N. If machines have different numbers of ranks, m is the smallest of them, and the further ranks
+// only give their numbers in 1 and get the result in 3.
 //
 // The additions: rank order inside a machine, then the order of the machines. Sums travel between machines in float32:
 // those of 16-bit numbers are 2 N/m bytes there, and not N/m.

@@ -158,7 +158,7 @@ std::unique_ptr<Compressor> make_compressor(Comm& comm, const CompressOptions& o
 //     naive   rank 0 gets the sum, updates, and sends the new weights to all: the simplest, here to show what it costs
 //     ddp     the gradients are summed in buckets, last layers first, on their own stream while the backward goes on
 //     zero 1  each rank gets the sum of its shard of each unit, updates that, and gathers the others' new weights
-//     zero 2  the same, after each micro-batch; a unit's whole gradients exist only until they are reduced
+//     zero 2  the same, but sums after each micro-batch: a unit's whole gradients exist only until they are reduced
 //     zero 3  weights, too, are gathered for as long as a unit needs them: before its forward and before its backward;
 //             the next unit's while this one computes
 //
@@ -302,14 +302,16 @@ class DataParallel {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// offload.cu: the host has ten times the device's memory, behind a bus that is fifty times slower than that memory.
-// What is used once a step moves there.          (ZeRO-Offload: arXiv:2101.06840; ZeRO-Infinity: arXiv:2104.07857)
+// offload.cu: the host has several times the device's memory, behind a bus that is some fifty times slower than that
+// memory. What is used once a step moves there.  (ZeRO-Offload: arXiv:2101.06840; ZeRO-Infinity: arXiv:2104.07857)
 //
 //     --offload  on the device                       on the host                     updates  crosses the bus in a step
 //     none       weights, gradients, masters, m, v                                   device
 //     optimizer  weights, gradients                  masters, m, v (pinned)          host     gradients, new weights
 //     params     buffers for units, gradients        the same, and weight shards     host     gradients, weights twice
 //     unified    weights, gradients                  masters, m, v (pages that move) device   those, both ways
+//
+// (params: the weights twice for each micro-batch, for its forward and for its backward.)
 //
 // Each rank does so with what it updates: its shards, with ZeRO; params needs ZeRO 3 (on one rank, too: then a unit
 // comes to the device for its forward and for its backward). A host update needs masters of its own: in float32 those

@@ -12,8 +12,8 @@
 //     1     optimizer states,  wait for the        -                reduce-scatter in place,     all-gather weights
 //           masters            all-gather                           once a step
 //     2     and gradients      as stage 1          wait for a free  reduce-scatter the buffer    all-gather weights
-//                                                  buffer           into the shard, and free
-//                                                                   it, in each micro-batch
+//                                                  buffer           into the shard, in each
+//                                                                   micro-batch
 //     3     and weights        all-gather into a   as stage 2       as stage 2                   the buffer is out of
 //                              buffer; prefetch                                                  date
 //                              the next unit
@@ -25,7 +25,7 @@
 // Bytes that a rank sends in a step, of P gradients of G bytes and P weights of W bytes, in M micro-batches,
 // times (n-1)/n:
 //
-//     stage 1   P (G + W)        as much as ddp's 2 P G: an all-reduce is a reduce-scatter and an all-gather
+//     stage 1   P (G + W)        for W = G ddp's 2 P G: an all-reduce is a reduce-scatter and an all-gather
 //     stage 2   P (M G + W)
 //     stage 3   P (M G + 2 M W)  about: forward and backward each gather what is not in a buffer any more
 #include "parallel/comm/transport.h"

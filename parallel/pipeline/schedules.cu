@@ -56,11 +56,11 @@ PipelineSchedule one_f_one_b(const ScheduleOptions& o) {
     return s;
 }
 
-// v stages a rank. The micro-batches go in groups of p or a few more: a group's forwards through all stages of a rank,
-// then the next group's; its backwards through the stages in the other order. A forward has 1 / v of the layers, so the
-// ranks wait for (p - 1) (F + B) / v: a bubble of (p - 1) / (v m + p - 1). Rank r begins with as many forwards as a
-// group's v - 1 first stages have, one more, and two for each rank behind it (one goes down while another comes back):
-// (v - 1) p + 2 (p - r) - 1, where p divides m.
+// v stages a rank. The micro-batches go in groups of p, or of up to 2 p - 1 where p does not divide m: a group's
+// forwards through all stages of a rank, then the next group's; its backwards through the stages in the other order. A
+// forward has 1 / v of the layers, so the ranks wait for (p - 1) (F + B) / v: a bubble of (p - 1) / (v m + p - 1).
+// Rank r begins with as many forwards as a group's v - 1 first stages have, one more, and two for each rank after it
+// (one goes down while another comes back): (v - 1) p + 2 (p - r) - 1, where p divides m.
 PipelineSchedule interleaved(const ScheduleOptions& o) {
     check(o.chunks >= 1, "pipeline schedule interleaved: ", o.chunks, " chunks; 1 or more");
     PipelineSchedule s = empty_schedule(o, Placement::loop, o.chunks * o.p);
@@ -87,9 +87,9 @@ PipelineSchedule interleaved(const ScheduleOptions& o) {
     return s;
 }
 
-// Forwards in the order of the times at which they could start if each took 1 and all ranks were free. On the two
-// stages that a rank has with vee and both_ways these times differ by an odd number, so every second one is left to
-// each.
+// Forwards in the order of a timetable in which each takes 1 and no rank has two at a time. With loop p micro-batches
+// after each other go through all stages, then the next p. With vee and both_ways a micro-batch begins at every second
+// time; the times of the two stages of a rank differ by an odd number, so that they take turns.
 PipelineSchedule forward_schedule(const PipelineSchedule& like, int m) {
     check(m >= 1, "forwards of ", m, " micro-batches: 1 or more");
     ScheduleOptions o;

@@ -11,8 +11,8 @@
 //               0A1B2CW3DW4EWWW                       0A1B2C3D4EWWWWW
 //
 // zb-h1 keeps at most p micro-batches alive, as 1F1B does, and waits for (p - 1) F: a bubble of
-// (p - 1) / (3 m + p - 1). zb-h2 begins with enough forwards for the last stage to compute from its first to its last
-// action without a pause: 2 p - 1 alive, no bubble where m >= 2 p - 1. zb-v has no bubble with the memory of 1F1B: a
+// (p - 1) / (3 m + p - 1). zb-h2 begins with enough forwards for the first stage to compute until its first gradient
+// has come back: 2 p - 1 alive, no bubble where m >= 2 p - 1. zb-v has no bubble with the memory of 1F1B: a
 // stage on the way down and one on the way back on each rank, the first backwards on the rank that had the first
 // forwards.
 #include "parallel/pipeline/pipeline.h"

@@ -31,9 +31,11 @@
 //     embedding, forward             (p - 1) (V C + N C) e        backward    (p - 1) (N C e + V C g)
 //     norms, forward                 p (p - 1) 2 N 4              backward    2 (p - 1) 2 N 4
 //     loss                           2 (p - 1) 3 N 4
-//     memory of a rank               1/p^3 of everything; N C/p^2, O C/p^2 and N O/p^2 while a product is computed
+//     memory of a rank               1/p^3 of everything; while a product is computed N C/p^2, N O/p^2, and O C/p^2 of
+//                                    the weight and of its gradient, each twice: as pieces, and side by side
 //
-// Each rank sends (p - 1)/p^3 of the matrices: with P = p^3 ranks P^(-2/3), where 2D sends P^(-1/2) and 1D all of N C.
+// Each rank sends (p - 1)/p^3 of the matrices: with P = p^3 ranks about P^(-2/3), where 2D sends about P^(-1/2), and 1D
+// about all of N C for each product, 2 (P - 1)/P for two.
 #include "layers/layers.h"
 #include "parallel/tensor/tensor.h"
 

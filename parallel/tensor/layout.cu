@@ -6,8 +6,8 @@
 //     3d    rank (x, y, z)       stream: sequences (x, y), columns z                  enter: outputs y, inputs (z, x)
 //                                inside: sequences (x, z), heads y                    leave: outputs z, inputs (y, x)
 //
-// In 1d and 2d what enters a sub-layer is divided as what leaves it. In 3d a product exchanges the parts of y and z: an
-// output has the layout that the next product takes as its input.
+// In all but 3d what enters a sub-layer is divided as what leaves it. In 3d a product exchanges the parts of y and z:
+// an output has the layout that the next product takes as its input.
 #include "parallel/tensor/tensor.h"
 
 #include <algorithm>

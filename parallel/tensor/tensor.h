@@ -16,7 +16,7 @@
 // Files, in reading order:
 //     layout.cu            what a rank has in each geometry
 //     cut.cu               which elements of a whole parameter those are, and back
-//     one_d.cu             1D: columns, then rows
+//     one_d.cu             1D: rows of the first weight, columns of the second
 //     summa.cu, cube.cu    2D and 2.5D; 3D
 //     tensor_parallel.cu   what all geometries add up, and when
 #pragma once
