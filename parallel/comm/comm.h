@@ -114,9 +114,9 @@ class Comm {
     void group_end();
     // Work that is put on the stream after it begins when every rank's stream has come here.
     void barrier(cudaStream_t stream);
-    // Returns when every rank's host has called this, of whatever communicator; no device takes part. After the taking
-    // of memory: with NCCL, cudaMalloc in one thread may wait for a collective on another thread's GPU, which waits for
-    // the first thread.
+    // Returns when every rank's host has called this, of whatever communicator; no device takes part. Called after
+    // memory has been taken: with NCCL, cudaMalloc in one thread may wait for a collective on another thread's GPU,
+    // which waits for the first thread.
     void meet_hosts();
     // work(), and then meet_hosts(); until then this rank waits 30 times --comm-timeout for others. For what may
     // take one rank long and the others not: reading or writing a model on a slow disk.
@@ -199,7 +199,7 @@ class Comm {
 //                                                reduce_scatter
 //     ring         2 (n-1)/n N     2 (n-1)       only neighbours talk: every link is busy all the time
 //     tree         log2 n N        2 log2 n      few messages: short tensors
-//     halving      2 (n-1)/n N     2 log2 n      both, where n is a power of two
+//     halving      2 (n-1)/n N     2 log2 n      few bytes and few messages, where n is a power of two
 //     two-level    see there                     little between nodes
 
 void rank_order_all_reduce(Comm& comm, Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream);

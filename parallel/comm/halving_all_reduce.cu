@@ -11,7 +11,7 @@
 //     rank 1  [0 1 2 3]   -> [0 1 . .]  -> [. 1 . .]  -> [0 1 . .]  -> [0 1 2 3]
 //     rank 2  [0 1 2 3]   -> [. . 2 3]  -> [. . 2 .]  -> [. . 2 3]  -> [0 1 2 3]
 //     rank 3  [0 1 2 3]   -> [. . 2 3]  -> [. . . 3]  -> [. . 2 3]  -> [0 1 2 3]
-//                     meets 2       meets 1        meets 1       meets 2
+//                     bit 2         bit 1          bit 1         bit 2
 //
 // 2 (p-1)/p N bytes in 2 log2 p messages: the ring's bytes with the tree's count of messages. With n between p and 2p
 // ranks, the n - p extra ones first give all they have to a partner and get the result from it in the end: two messages

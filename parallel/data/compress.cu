@@ -100,7 +100,8 @@ struct E4m3 {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Kernels: a warp a block, kWarps of them side by side, so that a warp that has none may leave.
+// Kernels: a warp for each block of numbers. The kWarps warps of a thread block have no barrier in common, so one that
+// has no block of numbers may return.
 
 struct Block {
     int32_t first, n;  // numbers [first, first + n) of the unit; n = 0: only there to give all ranks equally many

@@ -78,7 +78,7 @@ struct FlatParameters {
     Tensor weights, grads, masters;  // masters: f32, in mixed precision, and where only the host's weights are updated
     std::vector<Tensor> weight_buffers, grad_buffers;
 
-    // Decides the boundaries and the buffers, from params and units. tied: the embedding is in use as long as the head.
+    // Decides the boundaries and the buffers, from params and units. tied: the head uses the embedding's weights.
     // whole: the parameters of which these are some units (or all). A unit's boundaries are those that it has there: so
     // they, and with them the norm's bits, do not depend on which units a rank has.
     void shard_units(const Sharding& sharding, bool tied, const FlatParameters& whole);
@@ -272,8 +272,8 @@ class DataParallel {
     void end_grads(const FlatParameters& p, size_t unit, cudaStream_t stream);
     // After the last backward: the stream waits for all sums.
     void finish_grads(cudaStream_t stream);
-    // Does a unit's update come after that of the unit before, and do its weights travel meanwhile? Otherwise all units
-    // are updated at once.
+    // Are the units updated one after the other, each while the new weights of the one before travel? Otherwise all are
+    // updated at once.
     bool updates_by_unit() const { return options_.zero > 0 || options_.naive; }
     void begin_updates(const FlatParameters& p, cudaStream_t stream);
     // After the update of this rank's shard of a unit, or of all: for each unit in order.

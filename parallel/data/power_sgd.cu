@@ -30,7 +30,7 @@ namespace {
 
 constexpr int kMaxRank = 16;       // of a matrix; columns are kept in registers
 constexpr int kProjectRows = 8;    // warps of a thread block, a row each
-constexpr int kColumns = 128;      // threads of a thread block, a column each
+constexpr int kColumns = 128;      // threads of a thread block, a column or an element each
 constexpr int64_t kSumRows = 256;  // rows that a thread adds up
 
 // error = M = error + grads;  P = M Q. One warp per row.

@@ -176,8 +176,8 @@ PipelineSchedule interleaved(const ScheduleOptions& options);
 PipelineSchedule zero_bubble_h1(const ScheduleOptions& options);
 PipelineSchedule zero_bubble_h2(const ScheduleOptions& options);
 PipelineSchedule zero_bubble_v(const ScheduleOptions& options);
-// search.cu: one stage per rank; of what the rules of its search and the schedules above give within max_alive, that in
-// which the rank that is busy for longest, from its first to its last action, is so for least time.
+// search.cu: one stage per rank. Of the tables that its search finds, and those above with one stage per rank, as far
+// as they keep to max_alive: the one whose longest time of a rank, from its first to its last action, is the shortest.
 PipelineSchedule auto_schedule(const ScheduleOptions& options);
 // dual_pipe.cu
 PipelineSchedule dual_pipe(const ScheduleOptions& options);
@@ -218,7 +218,7 @@ class StageWork {
 // Tensors at the stages' borders that a rank needs at once.
 int border_tensors(const PipelineSchedule& schedule, int rank);
 // How far all ranks can go in their lists without a backward: to their first one; or, where that comes first, to the
-// first message that is sent after such a place.
+// first receive of a message that its sender sends after such a place.
 std::vector<size_t> places_before_backward(const PipelineSchedule& schedule);
 // Messages that a rank sends in a table.
 int64_t messages_sent(const PipelineSchedule& schedule, int rank);

@@ -7,9 +7,9 @@
 //              0123   AABBCCDD                      01  AA2BB3CC DD
 //               0123AABBCCDD                         0AA1BB2CC3DD
 //
-// Both wait for (p - 1) (F + B) in m (F + B) + that: a bubble of (p - 1) / (m + p - 1). But what a forward saves is
-// kept for m micro-batches by GPipe, and for p - s by stage s of 1F1B, because it computes a backward as soon as there
-// is one.
+// Both wait for (p - 1) (F + B), where B is the whole backward, in m (F + B) + that: a bubble of (p - 1) / (m + p - 1).
+// But what a forward saves is kept for m micro-batches by GPipe, and for p - s by stage s of 1F1B, because it computes
+// a backward as soon as there is one.
 #include "parallel/pipeline/pipeline.h"
 
 #include <algorithm>

@@ -82,9 +82,9 @@ std::string action_text(const Action& a) {
 // Where a message is received follows from a simulation with equal durations: before the action that its receiver
 // computes when it is sent. So the rank that sends does not wait, and the message has come when it is needed.
 //
-// That also keeps messages from waiting for each other in a cycle, where a send ends with its receive, and a receive
-// needs memory that an earlier send has to leave: what its rank has computed and sent before is over at an earlier
-// moment of the simulation.
+// So messages cannot wait for each other in a cycle either. (With NCCL a send may end only with its receive, and a
+// receive may need memory that an earlier send still reads.) What a rank computes and sends before a receive ends at an
+// earlier moment of the simulation.
 void add_messages(PipelineSchedule& s) {
     struct Message {
         double sent;

@@ -2,8 +2,8 @@
 //                  (Agarwal et al. 1995, "A three-dimensional approach to parallel matrix multiplication";
 //                   Bian et al. 2021, arXiv:2105.14450)
 //
-// p x p x p ranks (x, y, z). Of Y = X W^T rank (x, y, z) computes one of p^3 products: rows x of X, columns z of them,
-// and the block (outputs y, inputs z) of W. The sum over z is then complete.
+// p x p x p ranks (x, y, z). Of Y = X W^T, X (N, C) and W (O, C), rank (x, y, z) computes one of p^3 products: of rows
+// x and columns z of X and the block (outputs y, inputs z) of W. The sum over z is then complete.
 //
 //             W^T  inputs z, outputs y
 //            +-------------+

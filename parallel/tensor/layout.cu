@@ -1,6 +1,6 @@
 // parallel/tensor/layout.cu: the ranks of a group as a grid, and what each of them has.
 //
-//     1d    rank n               heads n
+//     1d    rank r               heads r
 //     2d    rank (i, j)          stream: sequences i, columns j          heads j      weights: outputs j, inputs i
 //     2.5d  rank (k, i, j)       the same with sequences (k, i)          heads j      the same: k has copies
 //     3d    rank (x, y, z)       stream: sequences (x, y), columns z                  enter: outputs y, inputs (z, x)

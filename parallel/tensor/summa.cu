@@ -24,12 +24,12 @@
 // The blocks of step k + 1 travel while step k computes. Rows are whole sequences, and the columns of queries, keys and
 // values are whole heads, so attention needs nobody else.
 //
-// 2.5D: d such grids, k = 0, 1, ... d - 1. Each has all weights, and other sequences. The gradients of the weights are
-// added over the grids at the end of a step (Param::sharers).
+// 2.5D: d such grids. Each has all weights, and other sequences. The gradients of the weights are added over the grids
+// at the end of a step (Param::sharers).
 //
-// The embedding (V, C) is cut as every weight: rank (i, j) has tokens j, columns i. Rows m of the stream, columns i:
-// the ranks of row i of the grid each look up the tokens they have, and (i, m) adds that. It then has the block that
-// (m, i) needs: the two exchange theirs.
+// The embedding (V, C) is cut as every weight: rank (i, j) has tokens j, columns i. So row i of the grid has columns i
+// of all tokens. For rows m of the stream each of its ranks looks up the tokens that it has, and rank (i, m) adds what
+// they found. That is the block that (m, i) needs: (i, m) and (m, i) exchange their blocks.
 //
 // The bill, of all ranks together, for N tokens, e bytes a number of activations and weights, g of gradients:
 //
