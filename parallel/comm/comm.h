@@ -193,7 +193,7 @@ class Comm {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The all_reduce algorithms by themselves. Bytes sent by the busiest rank, and messages one after the other, for N
-// bytes (of the type that travels: 16-bit sums travel as float32 except in rank order) and n ranks:
+// bytes (of the type that travels: partial sums of 16-bit numbers travel as float32) and n ranks:
 //
 //     rank order   2 (n-1)/n N     2             all at once: short for small n; bit-equal to the serial sum, and to
 //                                                reduce_scatter

@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kColumns)
         if (k < r) sums[(blockIdx.y * C + c) * r + k] = sum[k];
 }
 
-// out = P Q^T, or out -= P Q^T.
+// out = P Q^T, or out -= P Q^T. One thread per element.
 template <bool subtract>
 __global__ void __launch_bounds__(kColumns)
     expand_kernel(float* out, const float* p, const float* q, int64_t R, int64_t C, int r) {
