@@ -106,7 +106,7 @@ TextRequest read_request(const Json::Value& line, const LoadedModel& model, cons
 
 std::ifstream open_requests(const std::string& path, const std::string& out) {
     check(!is_folder(path), "--batch ", path, ": it is a folder, a file is needed");
-    std::ifstream file(path, std::ios::binary);  // otherwise in_avail() does not look past its buffer
+    std::ifstream file(path, std::ios::binary);
     check(file.good(), "--batch ", path, ": cannot be read: ", std::strerror(errno));
     std::error_code ignored;
     check(!std::filesystem::equivalent(path, out, ignored), "--out ", out,

@@ -9,9 +9,10 @@
 //         where none is missing any more: draw a token, with the random numbers of the target at that position, and
 //             propose it
 //
-// What is here is a copy of what the engine has: rows for tokens of texts. Nobody has to report when a sequence has
-// ended, was preempted or was cancelled: a text that is not proposed for is dropped, and its full pages may be found
-// again. A sequence for which there is no room or no page gets fewer proposals, or none, which changes only the speed.
+// All that is kept here follows from the texts that the engine has, and can be computed again. So nobody has to report
+// when a sequence has ended, was preempted or was cancelled: a text that is not proposed for is dropped, and its full
+// pages may be found again. A sequence for which there is no room or no page gets fewer proposals, or none, which
+// changes only the speed.
 #include "inference/inference.h"
 
 #include <algorithm>

@@ -62,8 +62,9 @@
 //
 // This class is bookkeeping on the host and touches no device memory: what has to be copied it says in take_copies().
 // A step of the engine is:  reserve and append for each sequence that computes something; make the copies; compute.
-// From the first append until the step is computed nothing may be forked, truncated or swapped, and nothing reserved
-// after an end: rows would be copied before they are computed, or be of two sequences.
+// From the first append until the step is computed nothing may be forked, truncated or swapped out, and nothing
+// reserved after the end of a sequence that has appended: rows would be copied before they are computed, or be of two
+// sequences.
 
 struct CacheSizes {
     int64_t page_size = 16;    // rows of a page
@@ -333,9 +334,9 @@ struct Sequence {
     uint64_t sample = 0;          // which of its request's
     std::vector<int32_t> tokens;  // prompt and answer
     // Speculative decoding: tokens that may follow. The next step computes them too, and draws a token after each.
-    // next_step() removes those for which there is no room: in the step, in max_length, or in pages that are free.
+    // next_step() removes those for which there is no room: in the step, in max_tokens, or in the pages.
     std::vector<int32_t> draft;
-    std::optional<SequenceId> cached;  // in the cache, while its request runs
+    std::optional<SequenceId> cached;  // in the cache: while its request runs, or is swapped out
     int64_t computed_n = 0;            // tokens whose rows are in the cache
 };
 
@@ -372,8 +373,9 @@ struct StepPart {
 // First come, first served, at every step anew:
 //   1. the requests that run, in the order in which they came: one row for each sequence;
 //   2. with what is left of step_tokens: the next piece of the prompts that are not yet computed, the oldest first;
-//   3. with what is left: requests that were preempted or wait, the oldest first, as long as there are pages for all of
-//      their tokens. Nobody passes somebody who came before: whoever waits for pages gets the next ones;
+//   3. with what is left: requests that were preempted or wait, the oldest first, as long as there are places for their
+//      answers (max_sequences), and pages for all of their tokens and for those that run to grow. Nobody passes
+//      somebody who came before: whoever waits for pages gets the next ones;
 //   4. with what is left: drafts.
 // If step 1 or 2 finds no page, the request that came last gives its pages up (preemption): they are copied to the
 // host (if there are pages), or forgotten and computed again later, the answer so far included. If the one that finds
@@ -442,7 +444,7 @@ class Scheduler {
 class CacheReport {
   public:
     CacheReport(const CacheSizes& sizes, int64_t max_length);
-    void step(const CacheUse& use);                              // after each step
+    void step(const CacheUse& use);                              // in each step, when its rows are reserved
     void finished(int64_t prompt_tokens, int64_t drawn_tokens);  // for each sequence; a stop token was drawn, too
     // Averages over all steps; the four add up to 1.
     struct Shares {
@@ -526,9 +528,9 @@ class StepGraphs {
     size_t n_nodes_ = 0;
 };
 
-// A step of single tokens, each of a sequence of its own, is a few graphs: its rows are rounded up to 1, 2, 4 or a
-// multiple of 8, and the longest page table to a power of two. The rows that this adds repeat the last one, and write
-// what it writes to the cache: the same bits.
+// Steps of single tokens, each of a sequence of its own, need only a few graphs: their rows are rounded up to 1, 2, 4
+// or a multiple of 8, and the longest page table to a power of two, neither beyond the largest step. The rows that this
+// adds repeat the last one, and write what it writes to the cache: the same bits.
 class PagedModel {
   public:
     // The model must outlive this. graphs: steps that decode are launched as graphs; not where ranks divide the model.
@@ -846,7 +848,8 @@ struct GenerateOptions {
     EngineOptions engine;
 };
 GenerateOptions parse_generate_options(int argc, char** argv);
-// A request as the flags say, without its prompt; and the tokens of a prompt, with those that the tokenizer puts first.
+// A request as the flags say, without its prompt; and the tokens of a prompt, with those that the tokenizer puts around
+// it.
 TextRequest text_request(const GenerateOptions& options, const LoadedModel& model);
 std::vector<int32_t> encode_prompt(const LoadedModel& model, const std::string& text);
 
@@ -937,7 +940,7 @@ Perplexity evaluate_text(const LoadedModel& model, std::span<const int32_t> toke
 // server.cu: --serve
 
 // Binds --host and --port: Error where it cannot; needs no weights. What it returns prints where it listens, and
-// answers HTTP requests with OpenAI's API (doc/inference.md) until SIGINT or SIGTERM: then requests that run are
-// finished, new ones are refused, and it returns; a second signal ends the process. The engine's steps are done by the
-// thread that calls it, each connection has a thread of its own.
+// answers HTTP requests with OpenAI's API (doc/inference.md) until SIGINT or SIGTERM: then requests that run or wait
+// are finished, new ones are refused, and it returns; a second signal ends the process. The engine's steps are done by
+// the thread that calls it, each connection has a thread of its own.
 std::function<void()> open_server(LoadedModel& model, const GenerateOptions& options);

@@ -11,7 +11,8 @@
 // other's twin: of sequences that share a page only the first to be swapped out copies it, and only the first to come
 // back; not even that, if the device's page is still owned or kept. So a shared page is counted once on either side.
 //
-// An operation costs a constant for each page that it takes or gives back; fork and swapping go through a table.
+// An operation takes time for the tokens and pages that it adds, finds or gives back; only fork and swapping go through
+// a whole table.
 #include "inference/inference.h"
 #include "inference/page_pool.h"
 

@@ -3,9 +3,9 @@
 // A token is a piece of text that may end inside of a character, and the text of several tokens may turn out to be a
 // stop string, which the answer must not show. So text is held back until it is certain:
 //
-//     text so far      The capital is Par|is.\nUs
-//                                         ----------- held back where "\nUser:" is a stop string, until the next token
-//                                         decides
+//     text so far      The capital is Paris.\nUs
+//                                           ---- held back where "\nUser:" is a stop string, until the next tokens
+//                                                decide
 #include "inference/inference.h"
 
 #include <algorithm>

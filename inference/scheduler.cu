@@ -38,7 +38,7 @@ std::vector<SequenceId> cached_sequences(const Request& r) {
 
 // Pages that a request needs, beside those that it has, to compute the tokens that it has; and one more for each
 // sequence: without it a request would be admitted into the last pages, and preempted as soon as another one grows.
-// (With lengths as people write and read them, 400 requests and 1000 pages: 84 preemptions instead of 421.)
+// (With lengths as people write and read them, 400 requests and 1000 pages: a fifth as many preemptions.)
 // But no page after the end of the answer: no request waits for what it will never use.
 int64_t pages_ahead(const PagedCache& cache, const Request& r) {
     const int64_t page_size = cache.sizes().page_size;

@@ -106,7 +106,7 @@ class Metrics {
     std::map<Outcome, int64_t> outcomes_;
     std::map<std::string, int64_t> finish_reasons_;
     int64_t prompt_tokens_ = 0, answer_tokens_ = 0;
-    // 1 ms to 2 minutes, and 0.1 ms to 10 s; two or three bounds in each power of ten.
+    // 1 ms to 2 minutes, and 0.1 ms to 10 s; three bounds in each power of ten but the last.
     Histogram first_token_{{.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120}};
     Histogram next_token_{{.0001, .00025, .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10}};
 };
@@ -158,7 +158,8 @@ class EngineLoop {
   public:
     // ending: when it becomes true, no further request is taken.
     EngineLoop(Requests& requests, const ServerOptions& options, Metrics& metrics, const std::atomic<bool>& ending);
-    // Steps until `ending`, and until the requests that run then are answered. What the engine throws ends it, too.
+    // Steps until `ending`, and until the requests that run or wait then are answered. What the engine throws ends it,
+    // too.
     void run();
 
     // Prompts that one client sent; their answers are numbered through, those of the first prompt first.
