@@ -27,7 +27,7 @@ using Point = Canvas::Point;
 
 // The strokes of one glyph in its own units, curves cut into short lines.
 std::vector<std::vector<Point>> glyph_strokes(const Glyph& glyph) {
-    constexpr int n_pieces = 8;  // of a quarter ellipse: at 13 pixels of height off the curve by less than 1/40 pixel
+    constexpr int n_pieces = 8;  // of a quarter ellipse: at 13 pixels of height off the curve by less than 1/25 pixel
     constexpr double quarter_turn = 1.57079632679489662;
     std::vector<std::vector<Point>> strokes;
     for (const char* next = glyph.path; *next;) {

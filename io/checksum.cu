@@ -1,4 +1,4 @@
-// io/checksum.cu: a 64-bit checksum that is faster than a disk or the memory can deliver bytes.
+// io/checksum.cu: a 64-bit checksum that one core computes faster than a disk delivers bytes.
 //
 //   four lanes h_0 ... h_3; word i of 8 bytes goes to lane j = i mod 4:   h_j = rotate(h_j + word P, 31) Q,   P, Q odd
 //   the result folds the length and the lanes in the same way

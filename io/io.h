@@ -1,8 +1,9 @@
 // io/io.h: what a training run reads and writes. Text and token files, tokenizers, safetensors, logs, plots.
 //
 // Host code only; uses core/ and nothing above it. Every fault of the input throws Error (core/core.h) with one line
-// that names the file, what is wrong in it, and what to do. Output files are written beside their final name, fsynced
-// and renamed, so that a run killed at any moment leaves the old file or the new one, never half of one.
+// that names the file, what is wrong in it, and what to do. Output files, but for the logs, which grow by a row a step,
+// are written beside their final name, fsynced and renamed, so that a run killed at any moment leaves the old file or
+// the new one, never half of one.
 #pragma once
 
 #include "core/core.h"
@@ -309,8 +310,9 @@ int64_t token_count(const TokenMix& mix);
 // epochs have floor(n / T) - 1 windows (at least one), so sequence i is a pure function of (seed, i): resuming needs
 // only the index, and every rank can read its own rows. A text of at most T tokens is an Error.
 //
-// Of several sources each has epochs of its own. kMixShares sequences in a row hold `share` of each source exactly, in
-// an order that follows from (seed, which thousand). So sequence i says from which source it is, and which one there.
+// Of several sources each has epochs of its own. Each thousand (kMixShares) of the run's sequences, from number 1000 k
+// to 1000 k + 999, holds `share` of each source exactly, in an order that follows from (seed, k). So the number i of a
+// sequence says from which source it is, and which one there.
 class BatchReader {
   public:
     BatchReader(TokenSource source, int64_t T, uint64_t seed);

@@ -1,7 +1,7 @@
 // What a run leaves behind for people and their tools: log.csv and TensorBoard events.
 //
 // Both are append-only and unbuffered: after a kill -9 every finished step is there, and at most the last line or
-// record is torn. Readers skip a torn end; a resumed run cuts it off.
+// record is torn. Readers skip a torn end; a resumed run cuts it off log.csv, and begins a new file of events.
 #include <fcntl.h>
 #include <unistd.h>
 

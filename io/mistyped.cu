@@ -1,8 +1,9 @@
 // io/mistyped.cu: what the command line answers to a word that is not a flag, and to a value that is not a number.
 //
 // A mistyped flag is compared with all flags, and with the names that other programs have for the same things. The
-// distance of two words is the least number of letters that must be inserted, removed, replaced, or exchanged with
-// their neighbour to make one from the other.                          (Damerau 1964; the table: Wagner & Fischer 1974)
+// distance of two words is the least number of changes that make one from the other: a letter is inserted, removed or
+// replaced, or two neighbours are exchanged, which then stay as they are. (Damerau 1964; the table: Wagner & Fischer
+// 1974)
 #include "io/io.h"
 
 #include <algorithm>

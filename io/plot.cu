@@ -14,8 +14,8 @@ using Align = Canvas::Align;
 constexpr Color ink{38, 38, 38}, soft_ink{89, 89, 89}, white{255, 255, 255};
 constexpr Color grid{226, 226, 226}, faint_grid{243, 243, 243};
 
-// Colours that people with any kind of colour blindness tell apart (Okabe and Ito 2008), without their yellow, which a
-// white page swallows.
+// Colours that people with the common kinds of colour blindness tell apart (Okabe and Ito 2008), but a grey in place of
+// their yellow, which can hardly be seen on a white page.
 constexpr Color palette[8] = {{0, 114, 178}, {213, 94, 0},   {0, 158, 115}, {204, 121, 167},
                               {230, 159, 0}, {86, 180, 233}, {40, 40, 40},  {140, 140, 140}};
 

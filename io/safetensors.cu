@@ -7,7 +7,7 @@
 //   from 8+n        the data: row-major, little-endian; offsets count from here; no gap, no overlap, nothing after
 //
 // A file comes from somewhere else: nothing in it is trusted. Sizes are multiplied with overflow checks, every range is
-// compared with the bytes there are, and errors quote names of the file only shortened and escaped.
+// compared with the bytes there are, and errors quote names of the file shortened and without control characters.
 #include <algorithm>
 #include <bit>
 #include <charconv>
