@@ -164,6 +164,7 @@ int answer_batch(LoadedModel& model, const GenerateOptions& o, BatchFiles& files
 }
 
 void print_perplexity(const LoadedModel& model, const GenerateOptions& o, const std::vector<int32_t>& tokens) {
+    // Windows of one length for all models that have so many positions: only then can perplexities be compared.
     const int64_t window = std::min<int64_t>(model.engine->options().scheduler.max_length, 1024);
     const Perplexity p = evaluate_text(model, tokens, window, o.engine.cache_dtype);
     check(std::isfinite(p.loss), kNotFinite);

@@ -53,7 +53,7 @@ TextRequest next_request(const LoadedModel& model, const GenerateOptions& o, con
                          std::vector<ChatMessage>& messages) {
     const std::ptrdiff_t first = messages[0].role == "system" ? 1 : 0;
     const int64_t room = model.engine->options().scheduler.max_length - 1;
-    const int64_t most = room - std::min(o.tokens, room / 4);
+    const int64_t most = room - std::min(o.tokens, room / 4);  // a quarter, or less, is left for the answer
     TextRequest request = chat_request(o, model, chat, messages);
     bool left_away = false;
     for (; std::ssize(messages) > first + 2 && std::ssize(request.prompt) > most; left_away = true) {

@@ -3,7 +3,7 @@
 // As a plain loop, before each step of the engine:
 //
 //     for each sequence that draws in the step:  forget the rows of the tokens that it does not have (rejected ones)
-//     K times, a small step for all sequences together:
+//     draft_tokens times, a small step for all sequences together:
 //         compute the tokens whose rows are missing: at first a prompt; then the one or two that the text has gained;
 //                                                    then the last proposal
 //         where none is missing any more: draw a token, with the random numbers of the target at that position, and

@@ -73,7 +73,7 @@ StepSizes Engine::largest_step() const {
     StepSizes sizes;
     sizes.tokens = std::max(o.step_tokens, o.max_sequences);
     sizes.sequences = o.max_sequences;
-    sizes.chunks = o.max_sequences + sizes.tokens / kChunkRows;
+    sizes.chunks = o.max_sequences + sizes.tokens / kChunkRows;  // >= the sum of ceil(rows of a sequence / kChunkRows)
     sizes.pages = ceil_div(o.max_length, options_.cache.page_size);
     // A token of each sequence (those of one that is forked are drawn from one row of tokens), and those of the drafts.
     sizes.logits =

@@ -361,8 +361,9 @@ struct Request {
 };
 
 // Rows [first, first + n) of a sequence (tokens, then draft), computed in the next step. The last n_logits of them want
-// their logits: the first n_scored of these are a prompt's, for the log-probabilities of its next tokens. After them
-// are none while some of the sequence's tokens are still to be computed; otherwise one, and one for each draft token.
+// their logits: the first n_scored of these are a prompt's, for the log-probabilities of its next tokens. From each of
+// the other n_drawn() a token is drawn: there are none while some of the sequence's tokens are still to be computed,
+// otherwise one, and one more for each draft token.
 struct StepPart {
     Request* request;
     Sequence* sequence;
@@ -720,7 +721,8 @@ class Engine {
 // ---------------------------------------------------------------------------------------------------------------------
 // requests.cu: text instead of tokens: pieces of answers as they come, stop strings, several answers of a prompt
 
-constexpr float kUnscored = std::numeric_limits<float>::quiet_NaN();  // log-probability of what nothing stands before
+// The log-probability of a prompt's first token, which no logits stand before.
+constexpr float kUnscored = std::numeric_limits<float>::quiet_NaN();
 struct AnswerPiece {
     uint64_t sample = 0;                  // which answer of the request
     std::string text;                     // whole characters, and none that a stop string may begin with

@@ -4,7 +4,7 @@
 //     /v1/chat/completions    {"object": "chat.completion", "choices": [{"index", "message", ...}]}
 //
 // both with "id", "created", "model" and "usage". As a stream, each piece is such an object in an event of its own,
-// with the text that is new; in a conversation's "delta" takes the place of "message". Then comes the usage, if it was
+// with the text that is new; in a conversation "delta" takes the place of "message". Then comes the usage, if it was
 // asked for, and "[DONE]".
 #include "inference/server.h"
 #include "io/json.h"

@@ -8,7 +8,7 @@
 
 // A full page and what comes before it, as the key of a look-up.
 struct PageText {
-    int64_t before;
+    int64_t before;  // the number of the text that ends where this page begins: PagePool::text()
     std::span<const int32_t> tokens;
     bool operator==(const PageText& other) const;
 };
@@ -35,7 +35,7 @@ class PagePool {
     // The page of a single table is going to have other rows: what was known of those it had is forgotten.
     void will_change(int32_t page);
 
-    // The tokens of a page's rows, of those that hold one.
+    // A token for each row of a page; of a row that holds none it is any number.
     std::span<int32_t> tokens(int32_t page) { return {&tokens_[page * page_size_], static_cast<size_t>(page_size_)}; }
 
     // Texts. Each text that ends with a full page has a number, which no other text is ever given.

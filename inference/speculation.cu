@@ -3,7 +3,7 @@
 // Prompt look-up as plain loops:
 //
 //   for n = 3, 2, 1:
-//       for i = the end of the text, downwards:
+//       for i = (number of tokens) - 1, downwards:
 //           if the n tokens before place i equal the last n tokens:  propose tokens[i], tokens[i + 1], ...
 //
 // A map from n tokens to the place after their last occurrence takes the place of the inner loop. The last n tokens

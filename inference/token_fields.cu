@@ -58,7 +58,7 @@ std::vector<int32_t> ids_of(std::span<const Sampled> tokens) {
 std::optional<std::string> text_of(const Tokenizer& tokenizer, int32_t token, bool begins_text) {
     if (!tokenizer.has(token)) return {};
     std::string text;
-    DecodeState before{.n_tokens = 1, .n_stripped = 0, .stripping = false};
+    DecodeState before{.n_tokens = 1, .n_stripped = 0, .stripping = false};  // as if a token stood before it
     if (begins_text) before = {};
     tokenizer.decode_next(token, before, text);
     return text;

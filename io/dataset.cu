@@ -34,7 +34,7 @@ std::vector<std::string> list_files(const std::string& folder, bool recursive) {
             bool hidden = entry->path().filename().string().starts_with('.');
             if (entry->is_directory(ignored) && (hidden || !recursive)) entry.disable_recursion_pending();
             if (entry->is_regular_file(ignored) && !hidden) paths.push_back(entry->path().string());
-            // A shard that is missing is tokens that are missing: of text alone a link that leads nowhere is left out.
+            // A missing shard would be missing tokens: only among texts is a link that leads nowhere left out.
             check(recursive || hidden || !is_shard_name(entry->path()) || fs::exists(entry->path(), ignored),
                   entry->path().string(),
                   ": this link to a token shard leads nowhere: fetch the shard, or remove the link");

@@ -6,7 +6,7 @@
 
 namespace {
 
-constexpr size_t kPrintedCodes = 324;
+constexpr size_t kPrintedCodes = 256 + 68;  // 68 of the 256 bytes do not print
 
 std::array<uint32_t, 256> printed_codes() {
     std::array<uint32_t, 256> codes;
@@ -24,7 +24,7 @@ size_t incomplete_bytes(std::string_view text) {
     for (size_t n = 1; n <= std::min<size_t>(3, text.size()); ++n) {
         const std::string_view end = text.substr(text.size() - n);
         if ((static_cast<unsigned char>(end[0]) & 0xC0) == 0x80) continue;  // a character begins further left
-        for (const char* second : {"\x80", "\xA0"})
+        for (const char* second : {"\x80", "\xA0"})  // one of them is allowed after every first byte
             if (utf8_char_at(concat(end, n == 1 ? second : "", "\x80\x80"), 0).bytes > n) return n;
         return 0;
     }

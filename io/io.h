@@ -98,7 +98,7 @@ struct StoredTensor {
     std::vector<float> floats() const;  // F32, F16 or BF16 converted to float
 };
 
-// The two parsers below the reader. They trust nothing: any bytes give a result or one Error that names `name`.
+// The two parsers that the reader uses. They trust nothing: any bytes give a result or one Error that names `name`.
 struct SafetensorsView {
     std::map<std::string, StoredTensor> tensors;  // their data point into the bytes given
     std::map<std::string, std::string> metadata;

@@ -128,6 +128,7 @@ class Scan {
         const size_t end = std::min(text_.find_first_not_of("0123456789+-.eE", at_), text_.size());
         const std::string number(text_.substr(at_, end - at_));
         if (!is_number(number)) fault("a number that is written wrong");
+        // Whole numbers of up to 18 characters fit into 64 bits.
         const bool is_double = number.size() > 18 || number.find_first_of(".eE") != number.npos;
         if (is_double && !std::isfinite(std::strtod(number.c_str(), nullptr))) fault("a number out of range");
         at_ = end;

@@ -1,7 +1,7 @@
 // io/tokenizer.cu: text to token ids and back, by the parts of a tokenizer.json (io/tokenizer_parts.h).
 //
 // What happens to a text:
-//   1. added tokens such as "<|endoftext|>" are cut out of it, the longest first;
+//   1. added tokens such as "<|endoftext|>" are cut out of it: of several that begin at one place, the longest;
 //   2. the rest is normalized (NFC, ...), and added tokens that are wanted in normalized text are cut out;
 //   3. the rest is cut into words (pre_tokenizer.cu), and no token spans a word border;
 //   4. each word is merged from bytes or characters to tokens (bpe.cu).

@@ -54,7 +54,7 @@ class Reader {
         read_added_tokens();
         read_merges();
         read_post_processor();
-        // A part of a word is not looked up as a whole: with ignore_merges words stay as they are.
+        // With ignore_merges a word is looked up as a whole, and its parts would not be found: it is not cut.
         if (!parts_.bpe.byte_level && !parts_.bpe.ignore_merges)
             parts_.pre_tokenizers.push_back(parts_.bpe.cut_where_no_token_spans());
         return std::move(parts_);
@@ -334,7 +334,7 @@ void Reader::read_vocabulary() {
     }
     const auto found = id_of_token_.find(option(model_, "unk_token", ""));
     if (found != id_of_token_.end()) bpe.unknown = found->second;
-    // Of the character that a byte is printed as: append_bytes() does neither.
+    // tokenizers does both to the character that a missing byte is printed as, append_bytes() neither.
     const bool all_bytes = std::ranges::find(bpe.id_of_byte, -1) == bpe.id_of_byte.end();
     want(!bpe.byte_level || all_bytes || !(bpe.byte_fallback || (bpe.fuse_unknown && bpe.unknown >= 0)),
          "the model has byte_fallback or fuse_unk for bytes that its ByteLevel vocabulary lacks", kSupported);
