@@ -1,8 +1,13 @@
 // inference/inference.h: text from a model, for many requests at once.
 //
 // A request is a prompt and how to go on from it. Its tokens pass through the model once: each leaves a row of numbers
-// per layer in a cache (for GQA its keys and values, for MLA its latent), which the attention of later tokens reads. So
-// a new token costs one row of computing, and the memory of the cache decides how many requests run at the same time.
+// per layer in a cache (for GQA its keys and values, for MLA its latent and its rotary key), which the attention of
+// later tokens reads. So a new token costs one row of computing, and the memory of the cache decides how many requests
+// run at the same time.
+//
+// A step is one forward of the model, with rows of many requests. Prefill computes the rows of a prompt, many in a
+// step; decoding those of an answer, one in a step (without speculation), because each token has to be known before the
+// next one. Preemption takes the memory of a request for others until there is room for it again.
 //
 // Files, in reading order:
 //     page_pool.cu     pages that are free, in use, or kept because they may be found again
@@ -146,7 +151,7 @@ class PagedCache {
 //   1. logit_bias      x[v] += bias
 //   2. penalties       of tokens v seen before:             (OpenAI; repetition: Keskar et al. 2019, arXiv:1909.05858,
 //                                                            who divide x below 0, too; transformers multiplies it)
-//        repetition    x[v] = x[v] > 0 ? x[v] / r : x[v] * r          v in the prompt or the answer
+//        repetition    x[v] = x[v] > 0 ? x[v] / repetition : x[v] * repetition     v in the prompt or the answer
 //        presence      x[v] -= presence                               v in the answer
 //        frequency     x[v] -= frequency * (times v is in the answer)
 //   3. temperature     x = x / temperature; 0: the largest x, the first of equals (greedy), and nothing below applies

@@ -15,7 +15,7 @@
 
 namespace {
 
-// Few numbers: each is a graph for each length of page tables.
+// Few different numbers: each needs a graph of its own, for each length of the page tables.
 int64_t rounded_rows(int64_t n) { return n <= 2 ? n : n <= 4 ? 4 : round_up(n, 8); }
 
 // Does every sequence compute its last token alone?

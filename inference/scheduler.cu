@@ -48,7 +48,7 @@ int64_t pages_ahead(const PagedCache& cache, const Request& r) {
         if (s->cached) {
             const int64_t rows = std::min(n_tokens(*s) + page_size, all_rows) - s->computed_n;
             pages += cache.pages_wanted(*s->cached, std::max<int64_t>(0, rows));
-        } else {  // will be forked where the prompt ends
+        } else {  // will be forked where the prompt ends. 2: the page of the next token, and one more
             pages += std::min(n_tokens(*s) / page_size + 2, ceil_div(all_rows, page_size)) - prompt_n(r) / page_size;
         }
     }
@@ -241,7 +241,7 @@ bool Scheduler::admit(Request& r) {
     if (n_sequences > options_.max_sequences) return false;
     const std::vector<SequenceId> swapped = cached_sequences(r);
     if (!swapped.empty()) {
-        wanted += cache_.swap_in_pages_wanted(swapped) + r.n;
+        wanted += cache_.swap_in_pages_wanted(swapped) + r.n;  // and one more for each answer
         return (n_running_ == 0 || wanted <= cache_.pages_available()) && cache_.swap_in(swapped);
     }
     start(r, *r.sequences.front());

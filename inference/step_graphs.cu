@@ -20,6 +20,7 @@ struct StreamCapture {
     bool ended = false;
 
     explicit StreamCapture(cudaStream_t its_stream) : stream(its_stream) {
+        // Thread-local: other threads may meanwhile call what must not be captured, as cudaMalloc.
         cudaCheck(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
     }
     StreamCapture(const StreamCapture&) = delete;

@@ -1,9 +1,10 @@
 // io/json.cu: JSON, read by JsonCpp and written by us.                    (github.com/open-source-parsers/jsoncpp)
 //
-// JsonCpp's strict mode still takes what is no JSON: bytes that are not UTF-8, one half of a surrogate pair, control
+// JsonCpp's strict mode still takes what is no JSON: bytes that are not UTF-8, broken surrogate pairs, control
 // characters in strings, numbers like 01 and +1, and a zero byte, which is the end to it. A Scan looks for these
-// before, and for more brackets than its recursion has stack for. JsonCpp's writer sorts the keys of an object, writes
-// 0.1 as 0.10000000000000001, and bytes that are not UTF-8 as they are: we write without it.
+// before, and counts the levels of lists and objects, of which JsonCpp's own limit, 1000, is no error that a user can
+// read. JsonCpp's writer sorts the keys of an object, writes 0.1 as 0.10000000000000001, and all but ASCII as \uXXXX
+// or, with emitUTF8, also bytes that are not UTF-8 as they are: we write without it.
 #include "io/json.h"
 
 #include <json/reader.h>

@@ -135,7 +135,7 @@ Axis make_axis(bool log, const std::vector<double>& values, double margin) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The picture
+// The picture. s is the scale of its letters and lines: 1 where it has 960 x 600 pixels.
 
 struct Frame {  // the rectangle between the axes, in pixels
     double left = 0, top = 0, right = 0, bottom = 0;
