@@ -54,7 +54,7 @@ class Reader {
         read_added_tokens();
         read_merges();
         read_post_processor();
-        // With ignore_merges a word is looked up as a whole, and its parts would not be found: it is not cut.
+        // With ignore_merges a word is first looked up as a whole: it is not cut.
         if (!parts_.bpe.byte_level && !parts_.bpe.ignore_merges)
             parts_.pre_tokenizers.push_back(parts_.bpe.cut_where_no_token_spans());
         return std::move(parts_);
