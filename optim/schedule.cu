@@ -81,7 +81,7 @@ double learning_rate(const Schedule& schedule, int64_t step) {
     const double warmup = static_cast<double>(schedule.warmup);
     // Beyond the end the rate is that of the last step.
     const double s = std::min(position_of(schedule, step), static_cast<double>(schedule.steps));
-    if (s <= warmup) return schedule.peak * s / warmup;  // never divides by 0: s is more than 0
+    if (warmup > 0 && s <= warmup) return schedule.peak * s / warmup;
     const double descent = entry(schedule.name).descent(schedule, s);
     return schedule.peak * (1 - descent) + floor * descent;  // exactly peak at 0, exactly floor at 1
 }

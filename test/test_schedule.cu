@@ -158,6 +158,8 @@ TEST_CASE("a schedule that is given other steps goes on by its rule", "[schedule
     CHECK(near(learning_rate(next, 111), 0.125));
     CHECK(near(learning_rate(next, 114), 0.5));
     CHECK(near(learning_rate(next, 160), 0.0625));
+    next.warmup = 0;
+    CHECK(learning_rate(begin_schedule(next, 110, 160), 110) == 0.5);  // in the step before its first: not 0 / 0
     // A run's second schedule that is given other steps, too, is as if it had begun with them.
     const Schedule longer = continue_schedule(begin_schedule(make("wsd"), 110, 160), 120, 310),
                    whole = begin_schedule(make("wsd"), 110, 310);
