@@ -10,7 +10,8 @@
 //
 // R + C numbers of state instead of 2 R C. rms(X) is the root of the mean square: steps are relative to the size of W.
 // A step that is unusually long, because G has grown faster than v, is shortened. A vector is a matrix of one row: then
-// row / mean(row) = 1, and col is the full v. As in torch.optim.Adafactor, with the paper's eps.
+// row / mean(row) = 1, and col is the full v. As in torch.optim.Adafactor, but with eps = 1e-30, the value that the
+// paper adds to G^2.
 //
 // All matrices of a unit at once, in tiles of 64 x 64: six launches, for any number of parameters.
 //   squares   tile: sums of G^2 by row and by column, sum of W^2
@@ -54,6 +55,7 @@ struct Matrix {
     PlaceInWhole rows, cols;  // of its rows and columns
     __host__ __device__ double whole_n() const { return static_cast<double>(whole_R) * whole_C; }
 };
+// Where a tile begins, or a line: the 64 rows, or the 64 columns, of a block of the kernels that make factors.
 struct Place {
     int32_t matrix, row, col;  // first row and column of a tile. Of a line: row >= 0 or col >= 0, the other is -1
 };
@@ -118,7 +120,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // One thread per row or column. The sum of a tile is f32, over 64 elements; thousands of tiles are added up in double.
 __global__ void __launch_bounds__(kTile)
-    factors_kernel(float* rows, float* cols, Partials p, const float* norm_scale, Tables tables, float rest) {
+    factors_kernel(float* rows, float* cols, Partials p, const float* norm_scale, Tables tables, float one_minus_beta) {
     const Place line = tables.lines[blockIdx.x];
     const Matrix m = tables.matrices[line.matrix];
     const bool is_row = line.row >= 0;
@@ -138,12 +140,13 @@ __global__ void __launch_bounds__(kTile)
     }
     const float mean = static_cast<float>(sum / (is_row ? m.C : m.R));
     float& factor = is_row ? rows[m.row_first + k] : cols[m.col_first + k];
-    factor = (1 - rest) * factor + rest * mean;
+    factor = (1 - one_minus_beta) * factor + one_minus_beta * mean;
 }
 
 // Lines of whole matrices, of which this rank has a part: p.divided has the sums of all ranks.
 __global__ void __launch_bounds__(kTile)
-    divided_factors_kernel(float* rows, float* cols, Partials p, const float* norm_scale, Tables tables, float rest) {
+    divided_factors_kernel(float* rows, float* cols, Partials p, const float* norm_scale, Tables tables,
+                           float one_minus_beta) {
     const Place line = tables.whole_lines[blockIdx.x];
     const Matrix m = tables.matrices[line.matrix];
     const bool is_row = line.row >= 0;
@@ -153,7 +156,7 @@ __global__ void __launch_bounds__(kTile)
     const float mean =
         p.divided[m.sum_first + (is_row ? 0 : m.whole_R) + k] / static_cast<float>(is_row ? m.whole_C : m.whole_R);
     float& factor = is_row ? rows[m.whole_row_first + k] : cols[m.whole_col_first + k];
-    factor = (1 - rest) * factor + rest * mean;
+    factor = (1 - one_minus_beta) * factor + one_minus_beta * mean;
 }
 __global__ void __launch_bounds__(kTile) factors_of_part_kernel(float* rows, float* cols, Tables tables) {
     const Place line = tables.lines[blockIdx.x];
@@ -330,7 +333,8 @@ class Adafactor final : public Optimizer {
     // 64 rows or columns of matrix `index`, which is R x C, each.
     static void add_lines(std::vector<Place>& lines, int32_t index, int64_t R, int64_t C);
     // Sums of squares -> factors, mean(row) and rms(W); sums of U^2 -> alpha. They read no weights and no gradients.
-    void find_factors(const Partials& p, const Tables& tables, const float* norm, float rest, cudaStream_t stream);
+    void find_factors(const Partials& p, const Tables& tables, const float* norm, float one_minus_beta,
+                      cudaStream_t stream);
     void find_lengths(const Partials& p, const Tables& tables, float relative_lr, cudaStream_t stream);
     // What the kernels move, in bytes: the tables of matrices (of which they read some fields), of tiles, of lines; a
     // number for each tile, for each matrix; the factors of the matrices here.
@@ -419,7 +423,7 @@ void Adafactor::add_matrix(const Param& param) {
 
 // Each kernel needs results of the one before, from all tiles: so there are six launches. Kernels that read no weights
 // and gradients are launched by functions of their own, and so compiled once, and not for each of their types.
-void Adafactor::find_factors(const Partials& p, const Tables& tables, const float* norm, float rest,
+void Adafactor::find_factors(const Partials& p, const Tables& tables, const float* norm, float one_minus_beta,
                              cudaStream_t stream) {
     float *const rows = rows_.ptr<float>(), *const cols = cols_.ptr<float>();
     const int n_lines = static_cast<int>(lines_.size()), n_matrices = static_cast<int>(matrices_.size());
@@ -430,7 +434,7 @@ void Adafactor::find_factors(const Partials& p, const Tables& tables, const floa
         launched("memset", {.writes = divided_bytes});
     }
     if (n_lines > 0) {
-        factors_kernel<<<n_lines, kTile, 0, stream>>>(rows, cols, p, norm, tables, rest);
+        factors_kernel<<<n_lines, kTile, 0, stream>>>(rows, cols, p, norm, tables, one_minus_beta);
         const int64_t sums_bytes = n_tile_sums_ * int64_t{sizeof(float)};
         launched("factors_kernel", {.reads = sums_bytes + factor_bytes() - cut_bytes + line_bytes() + 4,
                                     .writes = factor_bytes(),  // of matrices that are cut: sums
@@ -440,8 +444,8 @@ void Adafactor::find_factors(const Partials& p, const Tables& tables, const floa
         part_sums_kernel<<<n_matrices, kBlock, 0, stream>>>(p, p.w_sums, tables, false);
         launched("part_sums_kernel", {.reads = of_tiles() + matrix_bytes(), .writes = n_cut_ * 4});
         sum_(divided(0, divided_n_), stream);
-        divided_factors_kernel<<<static_cast<unsigned>(whole_lines_.size()), kTile, 0, stream>>>(rows, cols, p, norm,
-                                                                                                 tables, rest);
+        divided_factors_kernel<<<static_cast<unsigned>(whole_lines_.size()), kTile, 0, stream>>>(
+            rows, cols, p, norm, tables, one_minus_beta);
         launched(
             "divided_factors_kernel",
             {.reads = 2 * whole_factor_bytes() + static_cast<int64_t>(whole_line_table_.bytes()) + matrix_bytes() + 4,
@@ -488,7 +492,8 @@ void Adafactor::step_units(size_t, size_t, const Weights& weights, Tensor grads,
                         reinterpret_cast<MatrixScale*>(scratch + 2 * rows_n + 2 * tile_n),
                         scratch + (scratch_n() - divided_n_ - n_cut_)};
     float *const rows = rows_.ptr<float>(), *const cols = cols_.ptr<float>(), *const norm = norm_scale.ptr<float>();
-    const float rest = static_cast<float>(std::pow(static_cast<double>(t), -static_cast<double>(options_.decay_power)));
+    const float one_minus_beta =
+        static_cast<float>(std::pow(static_cast<double>(t), -static_cast<double>(options_.decay_power)));
     const float relative_lr = static_cast<float>(std::min(lr, 1 / std::sqrt(static_cast<double>(t))));
     const float decay_step = static_cast<float>(lr * options_.weight_decay);
     const int n_tiles = narrow(static_cast<int64_t>(tiles_.size()), "tiles");
@@ -509,7 +514,7 @@ void Adafactor::step_units(size_t, size_t, const Weights& weights, Tensor grads,
                                         .scratch = sums_bytes,
                                         .flops = 6 * n});
         }
-        find_factors(p, tables, norm, rest, stream);
+        find_factors(p, tables, norm, one_minus_beta, stream);
         if (n_tiles > 0) {
             sizes_kernel<<<n_tiles, kThreads, 0, stream>>>(p, g, rows, cols, norm, tables, options_.eps);
             launched("sizes_kernel", {.reads = grad_bytes + factor_bytes() + tile_bytes() + of_matrices() + 4,
