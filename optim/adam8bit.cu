@@ -6,13 +6,17 @@
 // Blockwise: 256 neighbouring elements share a scale, so that one outlier makes only 255 others less precise, not
 // millions.
 //
-// Dynamic: 8 bits of ordinary integers would hold two decimal orders of magnitude; m and v span seven. The table has
-// as many numbers between 0.1 and 1 as in all orders below. With b(i) = 2^i for m, which has a sign, 2^(i+1) for v:
+// Dynamic: 8 bits of ordinary integers would hold two decimal orders of magnitude, and the paper found that v spans
+// three to five. The table spans six, and half of its numbers are above 0.1. With b(i) = 2^i for m, which has a sign,
+// 2^(i+1) for v:
 //
 //   10^(i-6) * (centre of each of b(i) equal parts of [0.1, 1]),   i = 0..6,    and 0, and 1        256 numbers
 //
-//        1e-6   1e-5     1e-4          1e-3              1e-2 .........................  1         i = 6: 64 parts
-//   ..|.|..|..|...|....|.....|......|........|............|................         error of 0.7 % near 1, 7 % near 0.1
+//       1e-7      1e-6      1e-5      1e-4      1e-3      0.01       0.1        1
+//   m     |    1    |    2    |    4    |    8    |   16    |   32    |   64    |     numbers of each sign
+//   v     |    2    |    4    |    8    |   16    |   32    |   64    |   128   |
+//
+// The error of m is up to 0.7 % near 1 and 6 % near 0.1, and that of v half of it.
 //
 // What differs from the paper: its blocks have 2048 elements (those of its library have 256 today), and its embeddings
 // keep states of 32 bits. And here a v above 0 never becomes 0, but the table's smallest number: m would be divided by

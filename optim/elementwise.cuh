@@ -28,7 +28,7 @@ namespace {
 // loop over consecutive elements, which g++ turns into SIMD.
 constexpr int kPack = kOnCpu ? 1 : 4;
 // Threads that share a tile: a pack each, or with stochastic rounding the packs whose elements share draws of random
-// bits, kTileParts of them, kDrawStride elements apart. Blocks have 256 threads, so that eight of them fit on a
+// bits, kTileParts of them, kDrawStride elements apart. Blocks have 256 threads, so that several of them fit on a
 // multiprocessor of a GPU, and the others move data while one reads where its tile is.
 template <class F>
 constexpr int kTileThreads = (F::stochastic ? kDrawStride : kTileN) / kPack;

@@ -9,7 +9,7 @@
 // device, so the host does not wait for it. unscale divides by what the loss was multiplied by (loss_scaler.cu), in the
 // same multiplication.
 //
-// The sum is computed in two stages, in an order that depends on n alone, so that a run repeats bit for bit:
+// The sum is computed in two stages, in an order that depends on n and the dtype alone: so a run repeats bit for bit.
 //   1. sums of kRows squares each, in f32, are stored as doubles: kBlock of them for a chunk of kChunkN elements;
 //   2. one block adds these in double, and with them the squares of the last n % kChunkN elements.
 // It leaves as two floats, high + low, 48 bits together: ranks can add those. Of many parts of an array, each stage is

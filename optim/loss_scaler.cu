@@ -1,7 +1,7 @@
 // Loss scaling, for f16 gradients that would otherwise be rounded to 0.  (Micikevicius et al. 2018, arXiv:1710.03740)
 //
 //   loss' = scale * loss        so every gradient is `scale` times as large (the chain rule is linear),
-//   g     = g' / scale          and is divided again in f32, where nothing is too small, as the update reads it
+//   g     = g' / scale          and is divided by it in f32, where nothing is too small, as the update reads it
 //
 //   f16       6e-8 ........ 6e-5 ................................................ 65504
 //             subnormal     normal

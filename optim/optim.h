@@ -1,7 +1,7 @@
 // optim/optim.h: everything that turns gradients into new weights.
 //
-// Parameters, gradients and optimizer states are flat arrays. One launch covers all parameters: a table of tiles says
-// which elements a block updates and whether they are decayed.
+// Parameters, gradients and optimizer states are flat arrays. Where an optimizer updates each weight by itself, one
+// launch covers all parameters: a table of tiles says which elements a block updates and whether they are decayed.
 #pragma once
 
 #include "core/core.h"
@@ -48,7 +48,7 @@ std::vector<std::string> schedule_names();
 // grads: flat (n), f32, bf16 or f16, 1 / unscale times too large because the loss was (1 where it was not).
 // result: (2) f32 on the device = {norm, scale}: no round trip to the host; the update multiplies gradients by scale.
 // max_norm <= 0: no clipping, scale = unscale. A norm that is inf or NaN gives scale NaN, which makes the update leave
-// everything as it is (sums are f32: a gradient beyond 8e17, before unscaling, may count as inf).
+// everything as it is (the sum of squares leaves as f32: a norm beyond 1.8e19, before unscaling, counts as inf).
 // scratch: grad_norm_scratch_n(n) f32 on an 8-byte boundary (it holds doubles).
 
 void grad_norm(Tensor result, Tensor grads, float max_norm, float unscale, Tensor scratch, cudaStream_t stream);
@@ -186,7 +186,7 @@ std::vector<Tile> make_tiles(const std::vector<UpdatedUnit>& units, const TileTa
 // All of them: g = scale * grad, with the scale of grad_norm; weight decay only where Param::decay says so.
 
 // What a step updates. With 16-bit parameters an update is usually smaller than half the distance to the next number
-// (of bf16: 1/256 of the weight), and rounding to nearest loses it, step after step. There are two ways out:
+// (of bf16: 1/512 to 1/256 of the weight), and rounding to nearest loses it, step after step. There are two ways out:
 //   master   the f32 weights are what is updated, and forward and backward read the copy      (arXiv:1710.03740)
 //   stochastic rounding   up or down at random, with the exact weight as expected value: w = 1 and 1000 updates of 1e-4
 //            arrive near 1.1, where rounding to nearest stays at 1. Saves the master's 4 bytes a parameter, and adds
@@ -218,7 +218,7 @@ struct OptimizerOptions {
     float beta1 = 0.9f;             // decay rate of the first moment, m      (adam, adamw, adam8bit, muon's AdamW);
                                     // lion: share of m in the step's direction
     float beta2 = 0.95f;            // decay rate of the second moment, v     (those, rmsprop);  lion: of m
-    float eps = 1e-8f;              // added to the root that divides; adafactor: smallest mean square
+    float eps = 1e-8f;              // added to the root that divides; adafactor: lower limit of v
     float weight_decay = 0.1f;      // adamw, adam8bit, lion, muon, adafactor: w -= lr wd w.  Others: g += wd w
     float momentum = 0.9f;          // momentum, nesterov, muon
     bool nesterov = false;          // momentum: the step as if m were one gradient further; make_nesterov sets it
@@ -285,7 +285,7 @@ std::unique_ptr<Optimizer> make_optimizer(const std::string& name, Arena& arena,
 // adam_host.cu: adam and adamw on the host's cores, for states that do not fit on the device (--offload). The same
 // updates, bit for bit those of the CPU device. Arena, weights, gradients and norm_scale are pinned host memory, and
 // step() puts the update on the stream, as a host function that reads them when the stream gets there; only one at a
-// time may be under way. The copy may also be missing beside f32 values. Another name is an Error.
+// time may be under way. Values are f32, with a copy or without; bf16 alone, and another name, is an Error.
 std::unique_ptr<Optimizer> make_host_optimizer(const std::string& name, Arena& arena,
                                                const std::vector<UpdatedUnit>& units, const OptimizerOptions& options);
 bool has_host_optimizer(const std::string& name);
@@ -293,7 +293,7 @@ bool has_host_optimizer(const std::string& name);
 int64_t optimizer_granularity(const std::string& name);
 std::vector<std::string> optimizer_names();
 OptimizerOptions default_optimizer_options(const std::string& name);
-// For the small default model of train_gpt; models of 100M and more want the smaller ones of the table above.
+// For the small default model of train_gpt; models of 100M and more want those of the table above, mostly smaller.
 double default_learning_rate(const std::string& name);
 
 // What make_optimizer chooses from.

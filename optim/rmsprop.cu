@@ -4,8 +4,8 @@
 //   v = beta2 v + (1 - beta2) g^2           mean of the recent squares
 //   w = w - lr * g / (sqrt(v) + eps)
 //
-// Every weight moves by about lr per step, at any time of the run. v starts at 0 and is not corrected, so the first
-// step is lr / sqrt(1 - beta2), ten times too long with 0.99: use warmup, or Adam, which corrects it.
+// Every weight moves by about lr per step, however long the run already is. But v starts at 0 and is not corrected, so
+// the first step is lr / sqrt(1 - beta2), ten times too long with 0.99: use warmup, or Adam, which corrects it.
 #include "core/kernel.cuh"
 #include "optim/elementwise.cuh"
 

@@ -4,9 +4,9 @@
 //   tiles        | 1024 | 1024 | ... | 1024 | 784  |   300    | 1024 |     976      | ...
 //
 // One launch per parameter would cost more than the update where parameters are small: a GPT-2 of 124M has 148 of them,
-// 98 with a few thousand elements at most, and a launch takes about as long as updating a million. With the table,
-// block b reads all that it needs from tiles[b]. A tile never spans two parameters, so whether elements are decayed is
-// one number for the whole block, and its threads do not branch.
+// 98 with a few thousand elements at most, and a launch takes the host a few microseconds, in which a GPU updates some
+// hundred thousand. With the table, the threads of tile b read all that they need from tiles[b]. A tile never spans two
+// parameters, so whether elements are decayed is one number for all of its threads, and they do not branch.
 #include "optim/optim.h"
 
 #include <algorithm>
