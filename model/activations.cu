@@ -80,7 +80,8 @@ void take_blocks(const Model& model, Activations& acts, int64_t n, bool keep_inp
             saved = acts.blocks[static_cast<size_t>(l % n)];
             if (keep_inputs && l % n == 0) saved.norm1.sum = take.keep_rows("residual stream", C);
         }
-        // Not shared: a block that is run again does not run its last product, but needs what its input was scaled by.
+        // Not shared: a forward that is run again leaves out its last product, but the backward needs what the input of
+        // that product was scaled by.
         if (model.precision.fp8 != Fp8Recipe::none) saved.fp8 = arena.take("fp8 scales", DType::f32, {n_linears, 2});
         acts.blocks.push_back(saved);
     }

@@ -3,7 +3,7 @@
 //    GQA: Ainslie et al. 2023, arXiv:2305.13245)
 //
 //   qkv = [H query heads | K key heads | K value heads] = linear(inp), each head of D columns
-//   heads_h,t = sum over the s that t sees of softmax(q_h,t . k_s / sqrt(D)) v_s          key head h / (H/K)
+//   heads_h,t = sum over the s that t sees of softmax(q_h,t . k_s / sqrt(D)) v_s  of key head h / (H/K), rounded down
 //   out = linear(heads)
 //
 // t sees all s <= t; with a sliding window of w tokens (Mistral, arXiv:2310.06825; Qwen's later layers) t - w < s <= t.

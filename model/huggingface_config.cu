@@ -30,11 +30,12 @@
 //     share_q_dim                            -       -       -      -     x      -                 q_rank
 //     q_lora_rank, kv_lora_rank              -       -       -      -     -      x                 q_rank, kv_rank
 //     qk_nope_head_dim, qk_rope_head_dim     -       -       -      -     -      x                 D, D_rope
-//     v_head_dim, rope_interleave            -       -       -      -     -      x                 D_v, rope_pairs
+//     v_head_dim                             -       -       -      -     -      x                 D_v
+//     rope_interleave                        -       -       -      -     -      (4)               rope_pairs
 //     first_k_dense_replace                  -       -       -      -     -      all layers
 //
 // (1) false: Qwen2 always has biases on queries, keys and values, and on nothing else. (2) Only if use_sliding_window.
-// (3) All layers must be alike, with the window or without.
+// (3) All layers must be alike, with the window or without. (4) deepseek_v3's; deepseek_v2's is always true.
 // All other keys are ignored. Sizes of layers must be there; any other key that is missing has the default of
 // transformers' class.
 #include "io/json.h"

@@ -265,7 +265,7 @@ void take_fp8(Model& model, Arena& arena) {
     for (size_t l = 0; l < model.blocks.size(); ++l) {
         for (size_t i = 0; i < linears(model.blocks[l]).size(); ++i) {
             Linear& linear = *linears(model.blocks[l])[i];
-            // ZeRO 3: the 8-bit weights of a unit come and go with it.
+            // ZeRO 3: blocks take turns with two buffers (parallel/data/shards.cu), and so do their 8-bit weights.
             if (model.sharding.shards_weights() && l >= 2) linear.fp8 = linears(model.blocks[l - 2])[i]->fp8;
             else linear.fp8 = take_fp8_weight(arena, p.fp8, linear.weight.shape[0], linear.weight.shape[1]);
             if (delayed) linear.fp8_state = model.fp8_states.slice(row, 2);

@@ -5,10 +5,10 @@
 //   N           the input of every N-th block is kept, and all activations of N blocks at a time: in the backward, the
 //               forward of N blocks is run again from their kept input, then their backward.
 //   full        N = 1.
-//   selective   all is kept but what is cheap to compute again: the outputs of norms and of activation functions. The
-//               blocks share one tensor for each, which is filled again before a block's backward. (Korthikanti et al.
-//               2022, arXiv:2205.05198, use this word for computing the core of attention again. Flash attention does
-//               that in any case.)
+//   selective   all is kept but what is cheap to compute again: the outputs of norms and of activation functions, and
+//               MLA's keys. The blocks share one tensor for each, which is filled again before a block's backward.
+//               (Korthikanti et al. 2022, arXiv:2205.05198, use this word for computing the core of attention again.
+//               Flash attention does that in any case.)
 //
 // THE LAW. A block's input takes s bytes, all its activations b. With N, L/N inputs and N blocks are there at once:
 //

@@ -95,7 +95,7 @@ class SavedTaker {
     Tensor keep(const char* what, int64_t columns) { return arena_.take(what, dtype_, {N, columns}); }
     Tensor keep_f32(const char* what, int64_t columns) { return arena_.take(what, DType::f32, {N, columns}); }
     Tensor keep_rows(const char* what, int64_t columns) { return arena_.take(what, dtype_, {rows, columns}); }
-    // Cheap to compute again from what is kept: the outputs of norms and of activation functions.
+    // Cheap to compute again from what is kept: the outputs of norms and of activation functions, and MLA's keys.
     Tensor recomputable(const char* what, int64_t columns) { return recomputable(what, N, columns); }
     Tensor recomputable_rows(const char* what, int64_t columns) { return recomputable(what, rows, columns); }
     Arena& arena() { return arena_; }
