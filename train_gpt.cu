@@ -49,7 +49,7 @@ struct Run {
     size_t free_before = 0;     // bytes of the device before memory was taken
     double start = 0;           // seconds_now() before the first step
     Traffic step_traffic = {};  // of one step
-    bool only_trains = false;   // it followed another one, not a sample or an evaluation, which leave weights of ZeRO 3
+    bool only_trains = false;   // that step followed another: a sample or an evaluation leaves weights of ZeRO 3 behind
     CommTime comm_time = {};    // of the last step
     bool is_first() const { return trainer.world.rank == 0; }  // the rank that prints and writes
 };
@@ -79,7 +79,8 @@ void evaluate_init(Run& run) {
     print_val_loss_of_init(row, o.steps);
 }
 
-// Data, memory, weights and logs. What can be wrong with the input is found here, before anything is written.
+// Folder, memory, weights and logs. What can be wrong with flags, model and data has been found before (open_model,
+// open_run), and what is wrong with weights or a checkpoint is found here, before the log begins.
 void prepare(Run& run, Mesh& mesh) {
     Trainer& t = run.trainer;
     const TrainOptions& o = t.options;
@@ -176,7 +177,7 @@ void finish(Run& run) {
 // a fault.
 void run_rank(const TrainOptions& options, std::string fault, Comm& world, std::atomic<bool>& starts,
               std::string& trace_folder, TracedPipeline& traced_pipeline) {
-    // Before all that follows from the flags: ranks with other ones make another mesh, and wait for each other there.
+    // Before all that follows from the flags: with different ones ranks would make different meshes, and wait there.
     if (started_by_mpirun()) {
         starts = agree_to_start(world, fault);
         if (!starts) return;

@@ -120,7 +120,7 @@ void accumulate_gradients(Trainer& t, int64_t step) {
     if (t.offload)
         t.offload->begin_step(learning_rate(o.schedule, step), t.updates + 1, 1.0f / static_cast<float>(t.scaler.scale),
                               static_cast<uint64_t>(o.seed));
-    // One rank writes all of them.
+    // A rank writes the rows of its own units only, and the sum over several ranks needs zeros in the others.
     const bool several = t.world.size > 1;
     if (several) {
         cudaCheck(cudaMemsetAsync(t.totals.data, 0, t.step_sums().bytes(), stream));

@@ -263,8 +263,8 @@ struct Trainer {
     // StepNumbers. Rows of units that are not here are 0.
     Tensor totals;
     std::optional<SquareSums> square_sums;  // of this rank's gradients, to the first rows of totals
-    // Pinned. A row is a sequence: those of two steps, which take turns (first_row), of all steps that are read at
-    // once, and last those of an evaluation. Of a micro-batch all tokens come first, then all targets.
+    // Pinned. A row is a sequence: those of two steps, which take turns (first_row), or of all steps that are read at
+    // once; behind them those of an evaluation. Of a micro-batch all tokens come first, then all targets.
     int32_t* host_tokens = nullptr;
     int32_t *host_documents = nullptr, *host_positions = nullptr;  // with --mask-documents; positions also with --cp
     int64_t batch_read = 0;                                        // the step whose batch was read last
@@ -610,8 +610,8 @@ int64_t saved_state_bytes(const Trainer& trainer);
 // sample.cu: continues `prompt` by `n` tokens, drawn from softmax(logits / temperature) with Philox (seed, position).
 // `token_ready` sees each token; false ends the text. Collective where the model's weights are sharded.
 
-// For one text, as long as the sequences of the training, but of 256 tokens at most and no longer than the model has
-// positions, as rotated ones let sequences of the training be: then its second half begins the next.
+// For one text of at most --seq tokens, of 256, and of as many as the model has positions (with rotary positions --seq
+// may be larger than that). When it is full, its second half begins the next one.
 EngineOptions sample_engine(const TrainOptions& options, const Config& config);
 std::vector<int32_t> sample(Engine& engine, const std::vector<int32_t>& prompt, int64_t n, double temperature,
                             uint64_t seed, const std::function<bool(int32_t)>& token_ready);
