@@ -98,9 +98,9 @@ struct Matrix {
     int64_t R, C;          // of the whole matrix
     int64_t offset, n;     // of this rank's part of it in the flat arrays
     int64_t m_first;       // place in the state
-    uint64_t key;          // of its parameter, and
-    int64_t element;       // its first element there
-    PlaceInWhole place;    // of the part's elements there
+    uint64_t key;          // hash_name of its parameter
+    int64_t element;       // of the parameter: the first one of this matrix
+    PlaceInWhole place;    // of the part's elements in the parameter
     bool is_cut, counted;  // counted: of the ranks that have the same part one puts it into the whole
     bool decay;
     int64_t whole_n() const { return R * C; }
