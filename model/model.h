@@ -367,8 +367,8 @@ struct Activations {
     Tensor embedded;                 // (N, C)
     std::vector<BlockSaved> blocks;  // L of them; with recomputation they share tensors
     NormSaved final_norm;
-    // (N, V_padded); the loss turns them into their own gradient. With head_chunks (head_rows(N), V_padded),
-    // which exist within a call only; their gradient is that of dloss times the losses.
+    // (N, V_padded); the loss turns them into their own gradient. With head_chunks (head_rows(N), V_padded), which
+    // exist within a call only: in training the head's backward computes them, and from dloss their gradient.
     Tensor logits;
     float dloss = 0;
     // Tensor parallelism: tokens as rows of this rank's embedding; the numbers of cross_entropy_parts, (N), (N), (N, 2)

@@ -288,7 +288,7 @@ inline void attend_to_cache(const BlockContext& b, const SubLayerParameters& p, 
     const PagedStep step = paged_step(b);
     const Tensor table = b.model.local.family == Family::llama ? rope_rows(b) : Tensor{}, scratch = b.workspace.scratch;
     const float scale = flash_options(b, p).scale;
-    // A sequence of several new tokens has fewer chunks.
+    // Has each sequence one new token? Then there are as many sequences and chunks as tokens.
     const bool decodes = step.chunks.shape[0] == b.acts.T && step.page_table.shape[0] == b.acts.T;
     if (decodes)
         return paged_decode_forward(out, heads.q, heads.k, heads.v, step, RopePairs::halves, b.acts.positions, table,
