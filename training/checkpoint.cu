@@ -7,7 +7,9 @@
 //     optimizer.safetensors                   "m.model.norm.weight", ...: states by parameter, not by place in memory
 //     optimizer-00002-of-00008.safetensors    with --pp and --tp each of a set of ranks that have the model together
 //                                             writes what it has; with ZeRO every rank: also pieces,
-//                                             "m.model.norm.weight@4096" from element 4096 on; with --tp also
+//                                             "m.model.norm.weight@4096" from element 4096 on; with --tp of a matrix
+//                                             whose columns are divided "...o_proj.weight@64:64:128", from element 64
+//                                             on 64 of each 128; with --tp also
 //                                             "m_codes.model.norm.weight, part 2 of tp 4", for it alone:
 //                                             adam8bit's blocks lie in it; with --pp "fp8.histories@1024"
 //     compression-00002-of-00008.safetensors  with --compress: the errors that each rank keeps for its next gradients

@@ -6,7 +6,8 @@
 // a micro-batch saves comes from pools as large as the schedule says (model/in_flight.cu).
 //
 // The head and the loss are computed in the backward of the last stage, right before their own backward: so there are
-// logits of one micro-batch at a time.
+// logits of one micro-batch at a time. Where backwards by weight come later, they keep theirs (the logits' gradients)
+// until then.
 //
 // Sums. A weight's gradients are added in the order of the micro-batches, whatever the schedule, and the gradients of a
 // tied embedding are those of the embedding plus those of the head: so all schedules give the same bits. In DualPipe

@@ -225,8 +225,8 @@ struct StepNumbers {
 };
 constexpr int64_t kStepNumberRows = sizeof(StepNumbers) / (2 * sizeof(float));
 
-// How a step ended, as the host sees it. Three of them take turns: a step may be launched before the host has read the
-// numbers of the one before, which began when the one before that had ended.
+// How a step ended, as the host sees it. Three of them take turns: step s + 1 may be launched before the host reads the
+// numbers of step s, and the time of step s begins where step s - 1 ended.
 struct StepEnd {
     StepNumbers* numbers = nullptr;  // pinned
     cudaEvent_t arrived = nullptr;   // the numbers are there
