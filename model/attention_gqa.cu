@@ -147,7 +147,7 @@ Elements elements(const Config& c) {
     const double q = static_cast<double>(c.H * c.D), k = static_cast<double>(c.K * c.D), v = k, heads = q;
     const double normed = c.qk_norm ? q + k : 0, rope = c.family == Family::llama ? 2 * (q + k) : 0;
     return {.forward = 2 * normed + rope + (q + k + v + heads),
-            .backward = 3 * normed + 2 * heads + (3 * (q + k + v) + 3 * heads) + rope,
+            .backward = 3 * normed + 2 * heads + (3 * (q + k + v) + 2 * heads) + rope,
             .again = c.qk_norm ? 2 * normed + rope : 0};
 }
 

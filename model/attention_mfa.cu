@@ -115,7 +115,7 @@ Elements elements(const Config& c) {
     const double q = static_cast<double>(c.H * c.D), k = static_cast<double>(c.D), v = k, heads = q;
     const double normed = static_cast<double>(c.q_rank), rope = 2 * (q + k);
     return {.forward = 2 * normed + rope + (q + k + v + heads),
-            .backward = 3 * normed + 2 * heads + (3 * (q + k + v) + 3 * heads) + rope,
+            .backward = 3 * normed + 2 * heads + (3 * (q + k + v) + 2 * heads) + rope,
             .again = 2 * normed};
 }
 

@@ -183,7 +183,7 @@ Elements elements(const Config& c) {
     const double rope = 2 * static_cast<double>((c.H + 1) * c.D_rope);
     const double keys = k - static_cast<double>(c.H * c.D_rope) + k;
     return {.forward = 2 * normed + rope + keys + (q + k + v + heads),
-            .backward = 3 * normed + 2 * heads + (3 * (q + k + v) + 3 * heads) + rope + keys,
+            .backward = 3 * normed + 2 * heads + (3 * (q + k + v) + 2 * heads) + rope + keys,
             .again = 2 * normed + keys};
 }
 

@@ -213,7 +213,7 @@ UnitsPart part_of_units(const std::vector<UpdatedUnit>& units, size_t first, siz
                         Tensor grads);
 
 // Every optimizer reads the fields that its maths names. Start from default_optimizer_options(name): the defaults below
-// are AdamW's, as GPT-3 and LLaMA were trained.
+// are AdamW's, with GPT-3's values (Brown et al. 2020).
 struct OptimizerOptions {
     float beta1 = 0.9f;             // decay rate of the first moment, m      (adam, adamw, adam8bit, muon's AdamW);
                                     // lion: share of m in the step's direction
