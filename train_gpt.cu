@@ -200,7 +200,8 @@ void run_rank(const TrainOptions& options, std::string fault, Comm& world, std::
         if (!fault.empty()) fail(fault);
         return print_plan(*trainer);
     }
-    if (!(starts = agree_to_start(world, fault))) return;
+    starts = agree_to_start(world, fault);
+    if (!starts) return;
     if (options.account) return print_step_account(*trainer);
     if (options.plan) {
         if (world.rank == 0) print_plan(*trainer);
