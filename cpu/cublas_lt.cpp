@@ -12,6 +12,7 @@ struct cublasLtContext {};
 
 namespace {
 
+using cuda_cpu::aux_bit, cuda_cpu::bgrad_bit;
 using cuda_cpu::element_bytes, cuda_cpu::is_fp8, cuda_cpu::Matrix, cuda_cpu::Multiplication;
 
 bool is_16_bit(int32_t type) { return type == CUDA_R_16F || type == CUDA_R_16BF; }
@@ -66,16 +67,18 @@ bool epilogue_is_known(uint32_t epilogue) {
 cublasStatus_t check_epilogue(const cublasLtMatmulDescOpaque_t& operation, const cublasLtMatrixLayoutOpaque_t& c,
                               const cublasLtMatrixLayoutOpaque_t& d, int32_t bias_type) {
     if (!epilogue_is_known(operation.epilogue)) return CUBLAS_STATUS_NOT_SUPPORTED;
-    constexpr uint32_t uses_bias = CUBLASLT_EPILOGUE_BIAS | 16 | CUBLASLT_EPILOGUE_BGRADA | CUBLASLT_EPILOGUE_BGRADB;
+    constexpr uint32_t uses_bias =
+        CUBLASLT_EPILOGUE_BIAS | bgrad_bit | CUBLASLT_EPILOGUE_BGRADA | CUBLASLT_EPILOGUE_BGRADB;
     // Seen on an H100, with cuBLASLt 13.0. Which of the attributes it is that does not fit, it does not say.
     if (!(operation.epilogue & uses_bias) && (operation.bias || operation.bias_batch_stride != 0))
         return CUBLAS_STATUS_INVALID_VALUE;
     if (operation.epilogue & uses_bias) {
         if (!operation.bias) return CUBLAS_STATUS_INVALID_VALUE;
         if (operation.bias_type != -1 && operation.bias_type != bias_type) return CUBLAS_STATUS_NOT_SUPPORTED;
-        if ((operation.epilogue & 16) && is_fp8(d.type)) return CUBLAS_STATUS_NOT_SUPPORTED;  // D has been scaled
+        // D has been scaled.
+        if ((operation.epilogue & bgrad_bit) && is_fp8(d.type)) return CUBLAS_STATUS_NOT_SUPPORTED;
     }
-    if (operation.epilogue & 128) {  // AUX
+    if (operation.epilogue & aux_bit) {
         const int64_t length = int64_t(d.order == CUBLASLT_ORDER_COL ? d.rows : d.columns);
         if (!operation.aux || operation.aux_ld < length || operation.aux_ld % 8 != 0)
             return CUBLAS_STATUS_INVALID_VALUE;

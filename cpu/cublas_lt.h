@@ -1,6 +1,5 @@
 // Inside cpu/'s cuBLASLt: the complete description of one matrix multiplication. The API (cublas_lt.cpp) checks and
-// fills it; cublas_lt_multiply.cpp (tiles, epilogues, threads) and sgemm.cpp (the arithmetic) compute
-// it.
+// fills it; cublas_lt_multiply.cpp (tiles, epilogues, threads) and sgemm.cpp (the arithmetic) compute it.
 #pragma once
 
 #include <utility>
@@ -75,6 +74,9 @@ struct Matrix {
     }
 };
 
+// The bits of an epilogue to which NVIDIA gives no names of their own.
+constexpr uint32_t bgrad_bit = 16, dgelu_bit = 64, aux_bit = 128;
+
 // Everything that a multiplication needs when the stream runs it: no pointers to descriptors.
 struct Multiplication {
     int64_t m, n, k, batch_count;
@@ -94,9 +96,9 @@ struct Multiplication {
 
     bool has(uint32_t flag) const { return (epilogue & flag) != 0; }
     bool has_bias() const { return has(CUBLASLT_EPILOGUE_BIAS); }
-    bool sums_gradient_of_d() const { return has(16); }  // DGELU_BGRAD
-    bool reads_aux() const { return has(64); }           // DGELU, DGELU_BGRAD
-    bool writes_aux() const { return has(CUBLASLT_EPILOGUE_GELU) && has(128); }
+    bool sums_gradient_of_d() const { return has(bgrad_bit); }
+    bool reads_aux() const { return has(dgelu_bit); }
+    bool writes_aux() const { return has(CUBLASLT_EPILOGUE_GELU) && has(aux_bit); }
 
     void transpose() {
         std::swap(m, n);
