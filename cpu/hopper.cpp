@@ -29,7 +29,7 @@ using namespace hopper;
 
 namespace {
 
-constexpr int64_t kMaxTransactionBytes = (1 << 20) - 1;
+constexpr int64_t kMostCounted = (1 << 20) - 1;        // by an mbarrier, of arrivals as well as of bytes
 constexpr uint64_t kBarrierTag = 0x4d62617272696572u;  // the contents of shared memory where an mbarrier is
 
 thread_local Unit* unit = nullptr;  // this OS thread's; owned by the next, which is slower to look at
@@ -101,7 +101,7 @@ void complete_phase_if_due(Barrier& b) {
 void mbarrier_init_by(unsigned thread, void* barrier, unsigned n_arrivals, Here here) {
     Unit& u = this_unit();
     check_aligned(thread, barrier, 8, "an mbarrier", here);
-    if (n_arrivals < 1 || n_arrivals >= 1u << 20)
+    if (n_arrivals < 1 || n_arrivals > kMostCounted)
         report_in(thread, "wrong mbarrier", "at " + place(here) + ": " + std::to_string(n_arrivals) + " arrivals");
     for (const Barrier& b : u.barriers)
         if (b.at == barrier)
@@ -128,9 +128,9 @@ void mbarrier_arrive_by(unsigned thread, void* barrier, unsigned n_arrivals, uns
                       place(b.initialised) + " has had its " + std::to_string(b.count));
     b.brought.merge(this_unit().threads[thread].knowledge);
     b.bytes += expected_bytes;
-    if (b.bytes > kMaxTransactionBytes)
+    if (b.bytes > kMostCounted)
         report_in(thread, "too many bytes",
-                  "at " + place(here) + ": an mbarrier counts up to " + std::to_string(kMaxTransactionBytes));
+                  "at " + place(here) + ": an mbarrier counts up to " + std::to_string(kMostCounted));
     b.pending -= n_arrivals;
     complete_phase_if_due(b);
 }
