@@ -25,7 +25,7 @@ void backward(const Model& model, Activations& acts, const Workspace& workspace,
 // gets `in` and gives `out`; its gradient goes the other way. Weight gradients are computed at once, or queued where
 // the workspace has a queue. Weights are waited for; that gradients are complete, the caller tells data parallelism.
 
-// acts.tokens -> out (may be acts.embedded). Backward: where it is queued, dout and acts must stay until then.
+// acts.tokens -> out (may be acts.embedded). Backward: where it is queued, dout and acts must stay until it has run.
 void embed_forward(const Model& model, Activations& acts, const Workspace& workspace, Tensor out, cudaStream_t stream);
 void embed_backward(const Model& model, Activations& acts, const Workspace& workspace, Tensor dout,
                     cudaStream_t stream);

@@ -75,7 +75,7 @@ inline void pack_rows(const Matrix& matrix, int64_t line_stride, int64_t k_strid
 }
 
 // b_tiles * 16 columns and a_tiles * 16 rows of A B for the k's of `tiles` tiles: sums[column * 2 * side + row]. A
-// sliver of 16 lines is `tiles` tiles.
+// sliver of 16 lines is `tiles` tiles. Tile registers 0 to 3 hold sums, 4 and 5 tiles of B, 6 and 7 tiles of A.
 template <class Tiles, int a_tiles, int b_tiles>
 void multiply_tile_block(const float* a, const float* b, int64_t tiles, float* sums) {
     const int64_t sliver = tiles * tile_words;

@@ -124,7 +124,7 @@ class Block {
 
     unsigned next_ = 0;            // the first thread that has not been started (strict: an index into order_)
     std::vector<unsigned> order_;  // strict: the order in which threads are started
-    unsigned late_warp_ = 0;       // strict: the warp that is left behind; none has this number: no warp is
+    unsigned late_warp_ = 0;       // strict: the warp that is left behind; above last_warp_: none is
     ThreadLoop* loop_ = nullptr;   // the loop that starts threads, while the running fiber is inside it
 
     Fiber main_, *current_ = &main_;
@@ -185,8 +185,7 @@ void Block::run(const Launch& launch, const BlockProgram& program, uint3 index) 
     current_ = &main_;
     for (;;) {
         run_loop();
-        // Here every thread has run without waiting, or the one that kept this stack has just finished; the order is
-        // not known.
+        // Here every thread of the loop has run without waiting, or the one that kept this stack has just finished.
         if (anything_ready()) {
             Fiber* to = pick_ready();
             if (!to) continue;

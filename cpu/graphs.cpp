@@ -72,8 +72,8 @@ cudaError_t invalidate(Capture& its, cudaError_t error) {
     return remember(error);
 }
 
-// The capture of a stream that takes part in the legacy default stream's rule: work of that stream would have to wait
-// for work that only is recorded.
+// The capture of a stream that takes part in the legacy default stream's rule: work of the default stream would have to
+// wait for work that is only recorded.
 Capture* implicit_capture(int device) {
     for (Capture* each : captures)
         for (const Stream* stream : each->streams)

@@ -1,5 +1,6 @@
 // cpu/hopper.h: the implementation of Hopper's asynchronous instructions (cpu/hopper.cpp). Kernels use it through
-// layers/ptx.cuh, where each instruction is explained; cpu/README.md says what strict mode checks.
+// layers/ptx.cuh, where each instruction is explained; cpu/README.md says what strict mode checks. X_by(thread, ...) is
+// instruction X by the thread with this index in its block.
 #pragma once
 
 #include "cuda_runtime.h"

@@ -11,9 +11,9 @@
 namespace cuda_cpu::hopper {
 
 constexpr unsigned kNamedBarriers = 16;
+constexpr unsigned kMaxWarpGroups = 1024 / kWarpGroup;
 // How many products of each warp group are certainly complete from the point of view of one thread: it has waited for
 // them itself, or at a barrier at which such a thread has arrived.
-constexpr unsigned kMaxWarpGroups = 1024 / kWarpGroup;
 struct Knowledge {
     uint32_t n_done[kMaxWarpGroups] = {};
     void merge(const Knowledge& other) {
@@ -105,7 +105,7 @@ struct WarpGroup {
 
 // All that one block has in flight.
 struct Unit {
-    bool used = false, lazy = false;
+    bool used = false, lazy = false;  // lazy: loads land when all threads wait
     std::deque<Barrier> barriers;
     NamedBarrier named[kNamedBarriers] = {};
     std::vector<Load> loads;  // in flight, until a thread has waited for them

@@ -105,8 +105,9 @@ void write(uintptr_t begin, uintptr_t end, const Seen& now, const VectorClock& c
 // ---------------------------------------------------------------------------------------------------------------------
 // How far a pointer reaches
 
-// The views that this thread has taken pointers from: since its last launch, which are most likely that pointer's; and
-// before, by where they begin, because a launcher may compute its pointers once and launch several kernels.
+// The views that this thread has taken pointers from. A pointer of a launch is looked for first in the recent ones,
+// which were taken since the launch before, then in the older ones: a launcher may compute its pointers once and launch
+// several kernels.
 struct Views {
     std::vector<Extent> recent;
     std::map<uintptr_t, uintptr_t> older;  // begin -> end

@@ -18,7 +18,7 @@ class VectorClock {
 };
 
 // Reports the first pair of this operation and an earlier one that touch the same bytes, at least one of the two
-// writing, where nothing orders the two. clock: the operation's own, which it is number clock.of(stream) in its stream.
+// writing, where nothing orders the two. clock: the operation's own; it is number clock.of(stream) of its stream.
 void check_races(const Footprint& footprint, size_t stream, const std::string& stream_name, const VectorClock& clock);
 Footprint kernel_footprint(const Launch& launch, std::initializer_list<Argument> arguments);
 void forget_accesses(uintptr_t begin, uintptr_t end);  // the memory has been freed
