@@ -30,7 +30,8 @@ endif
 # Compilers run behind ccache where it is there (make CCACHE= does without): what was compiled before, in this folder or in
 # another clone, is copied. CCACHE_DEPEND: ccache takes the list of headers from the compiler (-MD), not from the preprocessed
 # text. For nvcc nothing else is right: that text is what one of its passes sees, and a change under #if __CUDA_ARCH__ is not
-# in it. The sloppiness is about __TIME__ and about macros of precompiled headers; we have neither.
+# in it. The sloppiness is what ccache asks for with precompiled headers: it does not see __TIME__ in them, nor what a source
+# defines before it includes them. We have neither.
 CCACHE ?= $(if $(findstring ccache,$(CXX)),,$(shell command -v ccache 2>/dev/null))
 export CCACHE_DEPEND     := 1
 export CCACHE_SLOPPINESS := pch_defines,time_macros
@@ -77,7 +78,8 @@ MARCH       ?= native
 DEBUG       ?= 0
 BUILD       := build/$(DEVICE)
 OPTIMIZE    := -O3
-# Files without kernels, which wait for those that compute, or for a disk, or a network: -Og compiles in two thirds of the time.
+# Files that wait for those that compute, or for a disk, or a network (the product's only kernel in them, of planning/rates, fills
+# a tensor with numbers): -Og compiles in two thirds of the time.
 # (Of the tests those remain whose float64 loops would take longer than that.) With -Og g++ warns falsely of parts of <regex>.
 LIGHT       := train_gpt generate io/safetensors io/json io/tokenizer_json io/byte_tokenizer io/plot io/log parallel/comm/comm \
                parallel/comm/ranks parallel/comm/trace% parallel/comm/transport% parallel/tensor/% model/config model/parameters \
@@ -255,7 +257,8 @@ HOST_TESTS := files json safetensors log plot tokenizer tokenizer_parts dataset 
     pipeline_schedules
 HOST_INFERENCE := page_pool paged_cache scheduler cache_report timeline
 HOST_PIPELINE := table validity schedules zero_bubble search dual_pipe stashing simulator
-# Tests that `make test` does not repeat in strict mode: those, those that start programs in the modes they want, and statistics.
+# Tests that `make test` does not repeat in strict mode: those; those that start programs in the modes they want; cpu_bf16, which
+# calls the arithmetic itself; and statistics.
 ONCE := $(HOST_TESTS) cpu_rewrite cpu_strict cpu_bf16 sampling_distribution
 
 LIBRARY_OBJECTS := $(LIBRARY:%.cu=$(BUILD)/%.o)
@@ -452,7 +455,8 @@ endif
 test-ranks: tests programs
 	@env -u CUDA_CPU_STRICT OMP_NUM_THREADS=1 LLM_TEST_RANKS=1 $(BUILD)/run_tests "[ranks]" -d yes
 
-# Every command of README.md, doc/, cpu/README.md and dev/README.md, in a copy of this folder; make test runs the quick ones.
+# Every command of README.md, CONTRIBUTING.md, doc/, cpu/README.md and dev/README.md, in a copy of this folder; make test runs the
+# quick ones.
 test-readme:
 	@$(MAKE) DEVICE=cpu programs tests
 	@dev/readme_commands.py '$(ONLY)'
@@ -622,7 +626,7 @@ help:
 	@echo 'make bench-cpu              time one training step of GPT-2 124M on the CPU; with LLM_PYTHON=python3 LLMC=path/to/llm.c'
 	@echo '                            that and the default job, float32 and bf16, alternating with PyTorch and llm.c'
 	@echo 'make test-ranks             all combinations of many ranks, as processes under mpirun'
-	@echo 'make test-readme            run every command of README.md and doc/; ONLY="float_formats": those with this in them'
+	@echo 'make test-readme            run every command of the pages (*.md); ONLY="float_formats": those with this in them'
 	@echo 'make account                write dev/ACCOUNT.md: where the time of a step of GPT-2 124M goes on an H100, predicted'
 	@echo 'make count                  compare the bytes that launchers state with those that their kernels touch'
 	@echo 'make gpu-choices            run the tests of kernels, models, ranks and training with the packs, tiles, blocks and'

@@ -28,8 +28,7 @@ struct Error : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// Joins its arguments as `<<` would print them: concat("row ", 3) == "row 3". (Without <sstream>, which nvcc would read
-// for each file four times.)
+// A part of a message: the value or the address of what is to be printed, not yet text.
 struct Tensor;
 struct Printable {
     enum class Kind : uint8_t { text, character, integer, natural, real, address, tensor } kind;
@@ -59,6 +58,8 @@ struct Printable {
 std::string joined(std::initializer_list<Printable> parts);
 [[noreturn]] void fail_with(std::initializer_list<Printable> parts);
 
+// Joins its arguments as `<<` would print them: concat("row ", 3) == "row 3". (Without <sstream>, which nvcc would read
+// several times for each file.)
 template <class... Parts>
 std::string concat(const Parts&... parts) {
     return joined({Printable(parts)...});
@@ -138,8 +139,7 @@ struct DTypeOf<int32_t> {
     static constexpr DType value = DType::i32;
 };
 
-// Calls f with a value of the C++ type that dtype names: the one place where a run-time dtype becomes a template
-// argument.
+// Calls f with a value of the C++ type that dtype names: so a run-time dtype becomes a template argument.
 //     dispatch(out.dtype, [&](auto zero) { using T = decltype(zero); kernel<T><<<...>>>(out.ptr<T>(), ...); });
 template <class F>
 void dispatch(DType dtype, F&& f) {
@@ -203,7 +203,7 @@ Tensor scratch_as(const char* operation, const Tensor& scratch, std::initializer
 // completion. The tensor may lie in any kind of memory that an arena has.
 void copy_to_device(const Tensor& tensor, const void* host);
 void copy_to_host(void* host, const Tensor& tensor);
-std::vector<float> to_floats(const Tensor& tensor);                        // any float dtype, converted
+std::vector<float> to_floats(const Tensor& tensor);                        // f32, bf16 or f16, converted
 void from_floats(const Tensor& tensor, const std::vector<float>& values);  // rounded to the tensor's dtype
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -256,13 +256,14 @@ class Arena {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Param: one learned tensor under its Hugging Face name. Weights and gradients of all parameters lie in two flat
-// buffers at the same offsets, so that optimizers, reductions and checkpoints are loops over one array.
+// buffers at the same offsets, so that optimizers, reductions and checkpoints are loops over one array. (With ZeRO a
+// rank may have shards of them only: FlatParameters, parallel/data/data.h.)
 
 // Which part of a parameter this rank has where its layers are divided among ranks (parallel/tensor): some rows of the
 // whole one, as they lie here, and of each of them the same columns.
 struct Cut {
-    int64_t rows = 0,
-            cols = 0;  // of the whole parameter, without padding; a vector has 1 column. rows 0: nothing is cut
+    // Of the whole parameter, without padding; a vector has 1 column. rows 0: nothing is cut.
+    int64_t rows = 0, cols = 0;
     std::vector<std::pair<int64_t, int64_t>> row_ranges = {};  // {first, how many} of the whole parameter
     int64_t first_col = 0, n_cols = 0;                         // columns of these rows
     bool exists() const { return rows > 0; }

@@ -63,7 +63,8 @@ __device__ __forceinline__ int64_t global_thread() {
     return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
 }
 
-// The dynamic shared memory that the launch asked for, on a 128-byte boundary.
+// The dynamic shared memory that the launch asked for, on a 128-byte boundary (a 16-byte boundary in the CPU device's
+// strict mode, where it ends at a guard page).
 template <class T>
 __device__ __forceinline__ T* dynamic_shared() {
 #ifdef CUDA_ON_CPU
@@ -74,15 +75,15 @@ __device__ __forceinline__ T* dynamic_shared() {
 #endif
 }
 
-// The largest dynamic shared memory a block of `kernel` may have is raised before it is launched with more than 48 KiB.
+// More than 48 KiB of dynamic shared memory a block have to be asked for before the launch.
 template <class Kernel>
 void allow_shared(Kernel* kernel, size_t bytes) {
     if (bytes > (48 << 10))
         cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
 }
 
-// x, as if it were not known before. The compiler moves what does not change in a loop out of it, and then keeps it in
-// registers: of what is cheap to compute again, such as addresses that are functions of the thread, too many.
+// x, of which the compiler then knows nothing. It computes what does not change in a loop before the loop, and keeps it
+// in registers: too many of them for what is cheap to compute again, such as an address that depends on the thread.
 template <class Int>
 __device__ __forceinline__ Int not_hoisted(Int x) {
 #ifndef CUDA_ON_CPU
@@ -92,8 +93,8 @@ __device__ __forceinline__ Int not_hoisted(Int x) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Reductions over a warp: the butterfly. After round o every lane holds the sum of the 32/o lanes that differ from it
-// in the bits o and above; every lane ends with the same bits, because a + b == b + a.
+// Reductions over a warp: the butterfly, with rounds o = 16, 8, 4, 2, 1. After round o every lane holds the sum of the
+// 32/o lanes whose numbers equal its own modulo o; every lane ends with the same bits, because a + b == b + a.
 
 struct Sum {
     __device__ __forceinline__ static float of(float a, float b) { return a + b; }

@@ -10,7 +10,7 @@ Bf16Products bf16_products();
 void set_bf16_products(Bf16Products products);  // for tests; the processor must have it
 
 // Does this processor have the instructions? Tiles also need the system's permission, which this asks for, and must
-// give the right product: the first call multiplies two small matrices, and warns on stderr if they do not.
+// multiply right: the first call computes two small products, and warns on stderr if one is wrong.
 bool has_bf16_dots();
 bool has_bf16_tiles();
 bool bf16_dots_are_fast();  // the processor has them, and takes less time with them than for float32 products

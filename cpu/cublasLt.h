@@ -85,7 +85,7 @@ enum cublasComputeType_t {
 };
 
 const char* cublasGetStatusName(cublasStatus_t status);    // "CUBLAS_STATUS_INVALID_VALUE"
-const char* cublasGetStatusString(cublasStatus_t status);  // "an unsupported value or parameter was passed ..."
+const char* cublasGetStatusString(cublasStatus_t status);  // "an argument is missing, out of range, ..."
 const char* cublasLtGetStatusName(cublasStatus_t status);
 const char* cublasLtGetStatusString(cublasStatus_t status);
 size_t cublasLtGetVersion();

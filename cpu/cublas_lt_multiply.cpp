@@ -137,7 +137,7 @@ Tiling choose_tiling(const Multiplication& p, int64_t threads) {
     return best;
 }
 
-// One thread's scratch memory: grows to the largest request, which the tile sizes bound at about 4 MiB.
+// One thread's scratch memory: grows to the largest request, which the tile sizes bound at about 6 MiB.
 float* scratch(size_t floats) {
     struct Free {
         void operator()(float* pointer) const { ::operator delete[](pointer, std::align_val_t(64)); }

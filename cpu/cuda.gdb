@@ -24,15 +24,15 @@ import gdb
 
 
 def kernel_frame():
-    """The innermost frame of a kernel: the nearest one above that knows threadIdx and runs below run_threads."""
+    """The frame of the kernel itself: of all that run_threads has called, lambdas aside, the outermost one."""
     frame = gdb.newest_frame()
-    inner = None
+    outermost = None
     while frame is not None:
         name = frame.name() or ""
         if name.startswith("cuda_cpu::run_threads<"):
-            return inner
+            return outermost
         if "{lambda" not in name and "operator()" not in name:
-            inner = frame
+            outermost = frame
         frame = frame.older()
     return None
 

@@ -34,8 +34,8 @@
 // The words CUDA adds to C++
 
 // A kernel is static: it uses the threadIdx of its own file. It is to be inlined into the loop over threads, which is
-// SIMD then. `inline`, because without it g++ inlines only small functions where their address is taken, too (by
-// launches).
+// SIMD then. A launch also takes its address, and of functions whose address is taken g++ inlines only small ones,
+// unless they are `inline`.
 #define __global__ static inline
 #define __device__
 #define __host__
@@ -85,7 +85,7 @@ struct dim3 {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Errors, devices, memory, streams, events (cpu/runtime.cpp)
+// Errors, devices (cpu/runtime.cpp), memory (cpu/memory.cpp), streams, events (cpu/streams.cpp)
 
 enum cudaError_t {
     cudaSuccess = 0,
@@ -287,7 +287,7 @@ static __thread dim3 blockDim __attribute__((unused)), gridDim __attribute__((un
 constexpr int warpSize = 32;
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The implementation below (cpu/block.cpp, cpu/runtime.cpp)
+// What a launch becomes, and what kernels call (cpu/block.cpp, cpu/streams.cpp, cpu/races.cpp)
 
 namespace cuda_cpu {
 
@@ -708,9 +708,9 @@ static inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<
 static inline int __ffs(int x) { return __builtin_ffs(x); }
 static inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>((uint64_t{a} * b) >> 32); }
 
-// exp(x), branch-free so that a loop over it vectorises: x = n ln2 + r with |r| <= ln2/2 (ln2 in two parts, so that n
-// ln2 is exact), a degree-6 polynomial for exp(r) (minimax, 3e-9), and n added to the exponent. Largest error over all
-// floats: 0.9 units in the last place. Overflow gives inf, underflow goes gradually to 0, NaN stays NaN.
+// exp(x), branch-free so that a loop over it vectorises: x = n ln2 + r with |r| <= ln2/2 (ln2 in two parts: n times the
+// first, of 9 bits, is exact), a degree-6 polynomial for exp(r) (minimax, 3e-9), and n added to the exponent. Largest
+// error over all floats: 0.9 units in the last place. Overflow gives inf, underflow goes gradually to 0, NaN stays NaN.
 static inline float cuda_cpu_expf(float x) {
     const float clamped = x < -104.0f ? -104.0f : (x > 89.0f ? 89.0f : x);  // NaN passes both comparisons as itself
     const float shifted = fmaf(clamped, 1.44269504f, 12582912.0f);  // rounds to an integer in the low mantissa bits

@@ -240,8 +240,8 @@ cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
     struct sysinfo info {};
     sysinfo(&info);
     *total_bytes = uint64_t{info.totalram} * info.mem_unit;
-    // As on a GPU that no other program uses: the memory that was free when the program started, less what it has
-    // allocated since. (The system counts a page only once it is touched.)
+    // As on a GPU that no other program uses: the memory that was free when the device was first asked, less the device
+    // memory that it has given since. (The system counts a page only once it is touched.)
     const size_t at_start = available_at_start();
     size_t allocated = 0;
     const std::lock_guard lock(mutex);

@@ -6,8 +6,8 @@
 // up). GNU OpenMP spins for 3 ms, which is longer than most regions take. On an idle machine that is the fastest. But
 // with another busy process on the machine, a thread that spins takes its core from the thread that it waits for, and a
 // step takes up to four times as long. So we spin for about as long as a wake-up takes, and then sleep: whichever
-// thread arrives first, this takes at most twice the time of the better choice (Karlin et al. 1991, "Empirical studies
-// of competitive spinning").
+// thread arrives first, this takes at most about twice the time of the better choice (Karlin et al. 1991, "Empirical
+// studies of competitive spinning for a shared-memory multiprocessor").
 #include "device.h"
 
 #include <omp.h>

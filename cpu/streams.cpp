@@ -10,9 +10,9 @@
 //                         the host could see, when they are needed
 //     seed 3, 6, 9, ...   at random, when the program waits for something; by the three ways of RandomOrder
 //
-// So a missing wait can give a wrong result, and work that the program does not wait for does not run. But this alone
-// would find many missing waits only by chance; cpu/races.cpp finds each of them, under every seed, from the vector
-// clocks of the operations.
+// So a missing wait can give a wrong result; and as late as possible, work that the program does not wait for does not
+// run. But this alone would find many missing waits only by chance; cpu/races.cpp finds each of them, under every seed,
+// from the vector clocks of the operations.
 #include "streams.h"
 
 #include <algorithm>
