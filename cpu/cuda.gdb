@@ -25,7 +25,10 @@ import gdb
 
 def kernel_frame():
     """The frame of the kernel itself: of all that run_threads has called, lambdas aside, the outermost one."""
-    frame = gdb.newest_frame()
+    try:
+        frame = gdb.newest_frame()
+    except gdb.error:  # the program has not started
+        return None
     outermost = None
     while frame is not None:
         name = frame.name() or ""
@@ -50,7 +53,7 @@ class CudaThread(gdb.Command):
     def invoke(self, argument, from_tty):
         frame = kernel_frame()
         if frame is None:
-            print("No kernel is running here.")
+            print("No kernel is running here, or it was compiled without make debug.")
             return
         selected = gdb.selected_frame()
         frame.select()
