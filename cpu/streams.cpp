@@ -194,6 +194,7 @@ class Wait {
     // Others may have marked for themselves what is needed here, or have added work. (All that one operation waits for
     // was there before it.)
     uint64_t n_changes() const { return n_taken_over + (target_ ? 0 : n_operations); }
+    // Marks what must be done before the wait is over: the target, or all of the device, and what they wait for.
     void mark_needed() {
         static uint64_t n_marks = 0;
         const uint64_t before = std::exchange(mark_, ++n_marks);
