@@ -8,7 +8,7 @@
 //     OS thread's stack:  t0 waits ──> fiber 1: t1 waits ──> fiber 2: t2 ... the last thread arrives: all are ready
 //     ready: t0 on the OS thread's stack, t1 on fiber 1, ... each continues in turn, to the next barrier or its end
 //
-// Strict mode starts every thread on a stack of its own and picks the next one to run at random. In every second block
+// Strict mode starts every thread in a loop of its own and picks the next one to run at random. In every second block
 // one warp is left behind: its threads continue rarely while others can. Warps of a GPU may be that far apart, and a
 // random order alone never takes them there.
 #include "device.h"

@@ -32,8 +32,9 @@
 //     32F           32F                     32F
 //     16BF          16BF or 32F             as D
 //     16F           16F or 32F              as D
-//     8F_E4M3/E5M2  16BF, 16F or 32F; or    16BF or 16F            not both E5M2; A transposed, B not (what Hopper
-//                   C 16-bit, D 8F_*                               has); m and k multiples of 16, 16-byte alignment
+//     8F_E4M3/E5M2  16BF, 16F or 32F; or    as C, but where C is   not both E5M2; D E5M2 only where A or B is; A
+//                   C 16-bit, D 8F_*        32F the bias is 16BF   transposed, B not (what Hopper has); m and k
+//                                           or 16F                 multiples of 16, 16-byte alignment
 //
 // An fp8 matrix has one scale, or one for each block of it (CUBLASLT_MATMUL_DESC_A_SCALE_MODE, see there): then
 //
