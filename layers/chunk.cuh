@@ -31,7 +31,8 @@ constexpr int kChunk = kOnCpu ? 32 : Packed<T>::n;
 template <class T, int n>
 constexpr bool kPacked = !kOnCpu && n % Packed<T>::n == 0;
 
-// The elements [0, n) of a row from `from` on, of which n_left >= 1 lie inside the row; the others become 0.
+// The elements [0, n) of a row from `from` on. Those in front of n_left lie inside the row; the others, all of them if
+// n_left <= 0, become 0.
 template <int n, class T>
 __device__ __forceinline__ void load_chunk(float (&x)[n], const T* from, int64_t n_left) {
     if (n_left < n) {            // the end of a row: only what is there

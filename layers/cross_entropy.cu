@@ -130,8 +130,8 @@ __global__ void cross_entropy_finish_kernel(float* losses, T* logits, const int*
 // ---------------------------------------------------------------------------------------------------------------------
 // Launchers
 
-// FLOPs for each logit: the difference from the maximum, its exponential, and its place in the sum; and again the
-// difference and the exponential, the quotient, and the 1 of the target.
+// FLOPs for each logit: the maximum, the difference from it, its exponential, and the addition to the sum; and again
+// the difference and the exponential, the quotient, and the 1 of the target.
 constexpr double kForwardFlops = 4, kBackwardFlops = 4;
 
 template <bool kBackward>

@@ -20,15 +20,16 @@ struct NormInFront {
     float eps = 0;
 };
 // few_rows.cu. few_rows_forward, or few_rows_activated_forward, of the norm's out. One row in 16 bits on a GPU, of up
-// to 2048 columns, is one launch, which writes out and norm.sum, and neither before nor norm.out, mean and rstd. The
-// bits are those of two or three. norm.sum must not be norm.inp.
+// to 2048 columns, a multiple of 8, is one launch, which writes out and norm.sum, and neither before nor norm.out, mean
+// and rstd. The bits are those of two or three. norm.sum must not be norm.inp.
 void few_rows_normed_forward(Tensor out, Tensor before, const NormInFront& norm, Tensor weight, Tensor bias,
                              Activation activation, cudaStream_t stream);
 
 // flash_attention/paged_attention.cu. paged_write and paged_attention_forward of a step in which each sequence has one
-// new token: N rows, chunks and rows of the page table. The bits are those of the two. On a GPU, for most sizes, it is
-// one launch, which leaves q as it is; the two rotate it. It reads chunks, page table and the older rows of the pool
-// before the launches in front have ended (early_launch.cuh). No sequence may have another one's new row in its pages.
+// new token: N rows, chunks and rows of the page table. The bits are those of the two. On a GPU, for most sizes, one
+// launch does both (and where the keys are cut into splits that have blocks of their own, a second one joins them). It
+// leaves q as it is; the two rotate it. It reads chunks, page table and the older rows of the pool before the launches
+// in front have ended (early_launch.cuh). No sequence may have another one's new row in its pages.
 void paged_decode_forward(const HeadColumns& out, const HeadColumns& q, const HeadColumns& k, const HeadColumns& v,
                           const PagedStep& step, RopePairs pairs, Tensor positions, Tensor table, float scale,
                           int64_t window, Tensor scratch, cudaStream_t stream);

@@ -71,8 +71,8 @@ __device__ __forceinline__ void widen_codes(float (&w)[n], const Packed<Code, n>
     }
 }
 
-// Column c of output o has scale[o * n_blocks + (c >> shift)], or 1 where there are no scales. n columns a load; the
-// rows of inp from the last one on stand for those beyond N, which are not stored.
+// Column c of output o has scale[o * n_blocks + (c >> shift)], or 1 where there are no scales. n columns a load. Behind
+// row N - 1 of inp that row is read again; what becomes of it there is not stored.
 // Without the 2, blocks of a multiprocessor, ptxas stops at 128 registers, and spills one.
 template <int n, int kRows, class T, class Code>
 __global__ void __launch_bounds__(kWarps* kWarp, 2)
@@ -145,11 +145,11 @@ __device__ __forceinline__ float widened(From x) {
     return to_float(x);
 }
 __device__ __forceinline__ float widened(__nv_fp8_e4m3 x) {
-    const uint32_t bits = static_cast<uint32_t>(static_cast<int8_t>(x.__x)) << 20;  // ones above the sign
+    const uint32_t bits = static_cast<uint32_t>(static_cast<int8_t>(x.__x)) << 20;  // the sign, repeated up to bit 31
     const float number = __uint_as_float(bits & 0x87f00000) * 0x1p120f;
     return (bits & 0x07f00000) == 0x07f00000 ? NAN : number;
 }
-// to = scale * from, for n columns that have one scale. This and the next two are functions of their own: there g++
+// to = scale * from, for n columns that have one scale. This, add_products and fold_lanes are not inlined: so g++
 // vectorises them, and keeps in registers what they work on.
 template <class From>
 [[gnu::noinline]] void widen(float* __restrict to, const From* __restrict from, int64_t n, float scale) {

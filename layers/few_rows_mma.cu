@@ -37,7 +37,7 @@
 // The weight is the instruction's A (16 outputs x 16 columns), inp its B (16 columns x 8 rows): both with neighbouring
 // columns in a register, as they lie in memory. An instruction does not care which 16 of the columns it is given, as
 // long as A and B agree. So lane t of a quad takes the 8 columns 8t ... 8t + 7 of a chunk, 16 bytes, of each row, and
-// the two instructions get the first and the second half of them: no shared memory, and every load is a whole sector.
+// the two instructions get the first and the second half of them: no shared memory, and a quad loads whole sectors.
 //
 //   lane                  0              1                2               3
 //   first instruction     0 1 2 3        8 9 10 11        16 17 18 19     24 25 26 27

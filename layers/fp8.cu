@@ -23,8 +23,8 @@
 //
 // A power of two, because then scaling itself rounds nothing and 1/s is exact. What remains is the rounding of Q: its
 // relative error is at most 2^-4 in e4m3 and 2^-3 in e5m2, for numbers above 2^-13 (2^-28) of the amax. The errors of
-// the K terms of a product are independent, so the relative error of their sum is no larger. Three recipes say which
-// numbers share a scale, and whose amax it comes from:
+// the K terms of a product are independent, so the relative error of their sum is no larger, as long as the terms do
+// not cancel more than random ones do. Three recipes say which numbers share a scale, and whose amax it comes from:
 //
 //   current    the tensor's own. Nothing saturates, but the tensor is read once for its amax before it is read for its
 //              codes.
@@ -38,8 +38,8 @@
 //              do that.
 //
 // Infinity and NaN. A saturating conversion would turn an overflow into 448, and hide it. Here both become NaN; the
-// products pass it on to the gradient norm, and the step is skipped. An amax is that of the finite numbers only, so
-// that such a step does not destroy the history.
+// products pass it on to the gradient norm, and the weights are not updated. An amax is that of the finite numbers
+// only, so that such a step does not destroy the history.
 //
 // What stays in 16 or 32 bits, and why:
 //
@@ -162,7 +162,7 @@ __device__ __forceinline__ void store_transposed(Code* codes_t, const Code (&cod
             for (int i = 0; i < kPatch; ++i) piece.v[i] = codes[i][j];
             store_packed(reinterpret_cast<Code*>(tile[x * kPatch + j]) + (y ^ x) * 8, piece);
         }
-        __syncthreads();  // the tile is complete: each thread reads what 16 others wrote
+        __syncthreads();  // the tile is complete: each thread reads what other threads wrote
         for (int k = threadIdx.x; k < kTile * kTile / 16; k += kTileThreads) {
             const int c = k / (kTile / 16), q = k % (kTile / 16), group = c / 8;
             Pair pair = tile[c][q ^ (group >> 1)];
@@ -315,7 +315,7 @@ void launch_quantise(const Target& to, const Tensor& inp, cudaStream_t stream) {
                                  .writes = codes + 4 * scales + recorded});
 }
 
-// The message names the flags that determine the size, because they are what the user can change.
+// The message says what a user can change: the size, or the dtype.
 void expect_multiple(const char* operation, const char* what, int64_t value, int64_t of) {
     check(value % of == 0, operation, ": fp8 products need ", what, " that are a multiple of ", of, ", not ", value,
           ": choose another size, or --dtype bf16");

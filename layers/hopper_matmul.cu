@@ -25,8 +25,8 @@
 // A consumer needs its panels back when its next tile is multiplied: the finishers have the time of a whole tile. What
 // they read is rounded to 16 bits, as a product without an epilogue would have stored it. What needs no finishing (P,
 // or before) the copy engine stores; where that is all, one thread is enough, and the tiles have 256 columns. (Delta is
-// the first step of attention's backward, of which P is the gradient of its output, and x is that output. By itself it
-// would read both again.)
+// the first step of attention's backward, of which P is the gradient of its output, and x is that output. A kernel of
+// its own would have to read P from device memory.)
 //
 // As many blocks as multiprocessors stay, and compute one tile after the other. Products with a long K and few tiles,
 // with an old out, or with sums of a's rows, are those of hopper_matmul_split.cu.

@@ -48,7 +48,7 @@ constexpr int kPartFloats = kTileRows * Tile::kColumns;
 
 struct Shared {
     unsigned char stages[kStages * Tile::kStageBytes];
-    uint32_t ones[16 * 8 / 2];  // 16-bit: column m of op(a), times these, is its sum
+    uint32_t ones[16 * 8 / 2];  // 16-bit: row m of op(a), times a column of these, is its sum
     Ring<kStages> ring;
     bool is_last[kConsumers];
 };
@@ -300,8 +300,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 constexpr int64_t kPartBytes = kPartFloats * sizeof(float), kRowPartBytes = kTileRows * sizeof(float);
 
-// What is left behind whole rounds is cut if that saves more than the parts cost: about 30 us to write, read and add
-// them, the time of 30 steps. Blocks are left idle rather than cut a tile unevenly, if they are few.
+// What is left behind whole rounds is cut if that saves more than the parts cost: to write, read and add them counts as
+// the time of 30 steps. Blocks are left idle rather than cut a tile unevenly, if they are few.
 Schedule schedule_of(int64_t M, int64_t N, int64_t K) {
     const TileGrid grid = tile_grid<Tile>(M, N);
     const int blocks = device().sm_count, tiles = grid.tiles(), steps = narrow(ceil_div(K, int64_t{kStepK}), "steps");

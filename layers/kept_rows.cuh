@@ -7,7 +7,8 @@
 //                         106 MB: the second read comes from memory, too, and 3 numbers move instead of 2.
 //   registers             256 KB a multiprocessor: one row of 100 KB, with what computing needs; and nothing is loaded
 //                         while that row is stored.
-//   shared memory         227 KB a multiprocessor: two rows. One is loaded while the other one is stored.
+//   shared memory         228 KB a multiprocessor, 227 of them for one block at most: two rows. One is loaded while the
+//                         other one is stored.
 //
 // So a row waits in shared memory. A thread has 208 bytes of it (13 chunks of 16), so that 1024 threads share a
 // multiprocessor whatever the row's length is: rows up to 6.5 KB by a warp each, GPT-2's by 512 threads. Copies go
@@ -16,7 +17,7 @@
 //
 // A row longer than a block's shared memory (LLaMA-3's: 128256 bf16, 250 KB) leaves its end in memory: with one block a
 // multiprocessor, 132 ends of 23 KB stay in the second-level cache. Only ends of more than 190 KB (the same row in
-// float32: 274 KB) are read from memory again. An A100 has 163 KB a multiprocessor: one row of GPT-2's at a time.
+// float32: 274 KB) are read from memory again. An A100 has 164 KB a multiprocessor: one row of GPT-2's at a time.
 //
 // The CPU device keeps nothing: one thread has a row, and a core's second-level cache has it until it is read again.
 #pragma once

@@ -1,13 +1,14 @@
 // Latent keys: assembling the keys of multi-head latent attention (MLA).   (DeepSeek-V2 2024, arXiv:2405.04434)
 //
-// A latent is compressed before positions are known, so what is expanded from it cannot be rotated by them: a rotation
-// between the two matrices would keep them from being multiplied into one (flash_attention/paged_latent_attention.cu).
-// Therefore MLA reserves some columns of every head for the position, in queries and keys, and all heads share those of
-// the key:
+// Keys that are expanded from a latent are not rotated: a rotation, which depends on the two positions, would stand
+// between the matrices that make queries and keys, and decoding could not apply both to the query, once for all keys
+// (flash_attention/paged_latent_attention.cu). Therefore MLA reserves some columns of every head for the position, in
+// queries and keys, and all heads share those of the key:
 //
 //   forward     k_h = [own_h | shared]                      own_h (Dn) from the latent; shared (Dr) from the input,
 //                                                           rotated
 //   backward    down_h = dk_h's first columns               dshared = sum over h of dk_h's last columns
+//               (down: the gradient of own)
 //
 // As plain loops, for one token:
 //

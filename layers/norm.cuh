@@ -21,8 +21,8 @@
 // thread adds up its own columns in registers, at the end the block adds up its threads and writes one partial row, and
 // the last blocks add these to the parameter's gradient (column_sum.cuh). Every sum has a fixed order, which depends on
 // N and C alone: not on the number of multiprocessors, so that all GPUs give the same result. What a thread holds of
-// these sums is as much as it holds of two rows; so only the rows that two loops need are kept beside them, and the
-// weights and the gradient past the norm are loaded where they are used.
+// these sums is as much as it holds of two rows (RMSNorm: of one); so only the rows that two loops need are kept beside
+// them, and the weights and the gradient past the norm are loaded where they are used.
 #pragma once
 
 #include "layers/chunk.cuh"

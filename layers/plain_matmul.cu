@@ -6,8 +6,9 @@
 //       sum = 0;  for k < K:  sum += a[m][k] * b[k][n]
 //       out[m][n] = alpha * sum + beta * out[m][n] + bias[n]
 //
-// cuBLASLt has no algorithm for some sizes: in 16 bits, for rows that are not a multiple of 16 bytes (K = 7). Models
-// have none of them where time matters, so this is for being right: float32 sums in the order of k, whatever the shape.
+// cuBLASLt has no algorithm for some sizes: in 16 bits, for some whose rows are not a multiple of 16 bytes (K = 7).
+// Models have none of them where time matters, so this is for being right: float32 sums in the order of k, whatever the
+// shape.
 // How a product is made fast, dev/matmul.cu shows.
 #include "core/kernel.cuh"
 #include "layers/matmul_plan.h"

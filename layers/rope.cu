@@ -69,7 +69,7 @@ double kept_share(int64_t i, double w, int64_t D, double base, const RopeScaling
     };
     const double first = std::max(std::floor(point(fast)), 0.0), last = std::min(std::ceil(point(slow)), n - 1);
     // If all points are fast, or all slow, the first lies behind the last, and YaRN's authors and transformers take
-    // fast for slow: models are trained so.
+    // fast for slow, or slow for fast: models are trained so.
     const double length = first == last ? 0.001 : last - first;
     return 1 - std::clamp((static_cast<double>(i) - first) / length, 0.0, 1.0);
 }

@@ -46,7 +46,7 @@ struct Tile {
     static constexpr int kThreadsX = kOnCpu ? 1 : 16, kThreadsY = kThreadsX;
     static constexpr int kR = kOnCpu ? 32 : (kD <= 64 ? 4 : 2);  // rows of a thread
     static constexpr int kRows = kR * kThreadsY;
-    static constexpr int kPitch = kOnCpu ? kRows : kRows + 4;  // of transposed rows: odd multiples of 16 bytes
+    static constexpr int kPitch = kOnCpu ? kRows : kRows + 4;  // of transposed rows; GPU: an odd multiple of 16 bytes
     static constexpr int kOthers = kOnCpu ? 64 : (kD <= 128 ? 32 : 16);
     // A thread's share of the others and of the columns: kSteps register tiles of kM.
     static constexpr int kMScores = kOnCpu ? 8 : kOthers / kThreadsX, kMColumns = kOnCpu ? 8 : kD / kThreadsX;
@@ -187,7 +187,7 @@ __device__ __forceinline__ void share_scores(float* shared, const typename T::Sc
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Tiles from and to device memory. Columns from D on, and rows that do not exist, are zeros.
+// Tiles from and to device memory. Columns from D on are zeros.
 
 // The block's rows, transposed: to[column][row]. Rows behind the last are copies of it: what becomes of them is not
 // stored.

@@ -11,7 +11,7 @@ struct OnlineRows {
     __device__ __forceinline__ void clear() {
         for (int r = 0; r < T::kR; ++r) max[r] = kNothingYet, sum[r] = 0.0f;
     }
-    // Scores become probabilities times 2^max; rescale is the factor by which older sums have to be multiplied.
+    // A score x becomes 2^(x - max); rescale is the factor by which older sums have to be multiplied.
     __device__ __forceinline__ void add(typename T::Scores& scores, int n) {
         float tile_max[T::kR];
         for (int r = 0; r < T::kR; ++r) tile_max[r] = kMasked;

@@ -4,7 +4,8 @@
 // dk and dv of 64 keys and 192 columns take 192 registers of the 240 that a consumer's thread has, so there is no room
 // for a part of dq, which hopper_backward.cu computes beside them. So here are two kernels that mirror each other: one
 // owns queries and sums dq, the other owns keys and sums dk and dv, and both compute S and dP: seven products instead
-// of five. In both the rows' two tiles stay in shared memory, and those of the others are loaded into a ring of stages:
+// of five. (Of more than 192 columns dk and dv have a kernel each: eight products.) In each kernel the rows' two tiles
+// stay in shared memory, and those of the others are loaded into a ring of stages:
 //
 //                           128 rows     others, stages                  registers of a consumer's thread
 //     D = Dv = 192  dq      q, do        k, v of 64 keys, 2 stages       96 dq, 32 S, 32 dP, 16 dS

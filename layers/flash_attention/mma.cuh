@@ -215,8 +215,8 @@ struct OnlineRows {
 #pragma unroll
             for (int half = 0; half < 2; ++half) max[m][half] = -INFINITY, sum[m][half] = 0.0f;
     }
-    // Scores become probabilities times 2^(scale2 max), scale2 = scale log2(e). What has been summed with the old
-    // maximum is to be multiplied by rescale.
+    // A score x becomes 2^(scale2 (x - max)), scale2 = scale log2(e). What has been summed with the old maximum is to
+    // be multiplied by rescale.
     template <int kOtherTiles>
     __device__ __forceinline__ void add(float (&scores)[kRowTiles][kOtherTiles][4], float (&rescale)[kRowTiles][2],
                                         float scale2) {

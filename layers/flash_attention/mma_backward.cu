@@ -17,8 +17,8 @@ template <int kD_, int kDv_>
 struct BackwardTile {
     static constexpr int kD = kD_, kDv = kDv_;
     static constexpr int kRowTiles = kD <= 64 ? 2 : 1;  // more would not fit into 255 registers
-    static constexpr int kOthers =
-        kD <= 128 ? 32 : 16;  // nor, up to 192 columns, more than this into 99 KiB (sm_86, sm_89)
+    // With twice as many, tiles of 128 and of 192 columns would not fit into 99 KiB (sm_86, sm_89).
+    static constexpr int kOthers = kD <= 128 ? 32 : 16;
     static constexpr int kWarpRows = 16 * kRowTiles, kRows = kWarpRows * kWarps;
     // Elements of two tiles, one after the other: (q, do) or (k, v).
     static constexpr int kRowsPair = kRows * (kPitch<kD> + kPitch<kDv>),

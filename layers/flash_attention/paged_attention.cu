@@ -21,16 +21,16 @@
 // idle. Keys are transposed while they are loaded, so that they can be lanes. On the CPU device one thread does a whole
 // block in vectors of 64 lanes, on a GPU 128 threads have a lane each.
 //
-// SPLITS. A GPU needs more blocks than a few sequences have key heads. In 16 bits the keys are cut at every multiple of
-// kSplit positions, and the result of a row is by definition
+// SPLITS. A GPU needs more blocks than a few sequences have key heads. With a pool of 16 or 8 bits the keys are cut at
+// every multiple of kSplit positions, and the result of a row is by definition
 //
 //     for each split i:  m_i, l_i, o_i  as above, of its keys alone             M = max m_i
 //     out = (sum over i of o_i 2^(m_i - M)) / (sum over i of l_i 2^(m_i - M))   in ascending order of i
 //
 // where the factors are powers of two, and round nothing. So the bits depend on the row's own sequence only. Whether
 // one block does all splits, one after the other, or each has its own block and a second kernel adds them, is a matter
-// of speed: the second where the step has few rows (kSplitRows), for chunks of one row. In f32, and on the CPU device,
-// there is one split: the sums are one chain, and the bits are flash attention's.
+// of speed: the second where the step has few rows (kSplitRows), for chunks of one row. With a pool of f32, and on the
+// CPU device, there is one split: the sums are one chain, and those of f32 have the bits of flash attention.
 //
 // A step in which each sequence has one row is computed by another kernel on a GPU, in the same order:
 // paged_decode.cuh.

@@ -9,7 +9,7 @@
 //
 //     copies       16 bytes each, of keys and values as they are stored, to shared memory
 //     scores       a thread has a key, and multiplies its columns with all queries
-//     maxima       of each tile of 32 keys, a warp; each thread adds up what the maximum was after earlier tiles
+//     maxima       of each tile of 32 keys, a warp; then each thread takes that of its key's tile and all before it
 //     outputs      a thread has a column of a query: o = o 2^(m - m') + P value, and l the same with 1 for the value
 //
 // The block may also do what comes before the attention (paged_write.cu): it rotates queries and the new key, and
@@ -33,7 +33,7 @@ constexpr int kDecodeThreads = 256, kTileKeys = kWarp;
 constexpr int kMostQueries = 8, kMostItems = 512;  // queries of a block, and times columns
 constexpr int kPassBytes = 72 << 10;               // of keys and values in shared memory
 
-// The step's new keys and values, which are in no page yet. keys == nullptr: they do, and queries are rotated.
+// The step's new keys and values, which are in no page yet. keys == nullptr: they are, and queries have been rotated.
 template <class Number>
 struct NewRows {
     const Number *keys, *values;
