@@ -33,7 +33,7 @@ int64_t n_chunks(int64_t N, int64_t C) {
     return std::min(ceil_div(N, 64), std::max<int64_t>(32, (int64_t{1} << 20) / std::max<int64_t>(C, 1)));
 }
 
-// Block (chunk, range of columns); one thread sums the n columns of a chunk over chunk_rows rows.
+// Block (chunk of rows, range of columns); one thread sums n neighbouring columns over the chunk_rows rows.
 template <class T, int n>
 __global__ void column_sum_kernel(ColumnSums param, const T* inp, int64_t N, int64_t C, int64_t chunk_rows) {
     const int64_t begin = static_cast<int64_t>(blockIdx.y) * kColumnBlock * n, c = begin + threadIdx.x * n;

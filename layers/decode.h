@@ -1,6 +1,6 @@
 // layers/decode.h: operations of layers.h that a step of inference does together: on a GPU one launch where layers.h
-// has two, for steps of few rows, whose time is that of starting, waiting and reading weights. And how such a step is
-// told of its rows.
+// has two, for steps of few rows, whose time is that of starting, waiting and reading weights. And the upload of the
+// tables that say what the step's rows are.
 #pragma once
 
 #include "layers/layers.h"

@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kThreads, (kBlocks<kOutputs, kRowTiles, kAhead
     const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
     const int64_t row0 = static_cast<int64_t>(blockIdx.y) * Its::kRows,
                   output0 = static_cast<int64_t>(blockIdx.x) * (s.activation == Activation::swiglu ? 8 : kOutputs);
-    // They come from memory, too. (Otherwise there is no register left for them.)
+    // Biases come from memory, as weights do: they are asked for early, where there are registers left for them.
     constexpr bool kEarly = Its::kFragments == 1 && kWhole;
     Biases<T> biases = {};
     if constexpr (kEarly) biases = load_biases<Its>(bias, output0, s);

@@ -29,7 +29,8 @@
 // its own would have to read P from device memory.)
 //
 // As many blocks as multiprocessors stay, and compute one tile after the other. Products with a long K and few tiles,
-// with an old out, or with sums of a's rows, are those of hopper_matmul_split.cu.
+// with a transposed a, with an out of float32, with an old out, or with sums of a's rows, are those of
+// hopper_matmul_split.cu.
 #include "layers/chunk.cuh"
 #include "layers/gelu.cuh"
 #include "layers/hopper_matmul.cuh"

@@ -32,8 +32,8 @@
 //
 // Row sums are products, too: of a's tile and 16 x 8 ones. It lies in shared memory already, and its products with 8
 // columns take an eighth of the time of those with 256. Every tile of a row of tiles would have the same sums; so that
-// none has more work than the others, each of them sums a C-th of the steps, where there are C columns of tiles. The
-// last tile of the row adds them.
+// none has more work than the others, the steps are dealt out among them, and each sums its own. The last tile of the
+// row to end adds them.
 #include "layers/hopper_matmul.cuh"
 #include "layers/hopper_matmul_split.h"
 
@@ -155,8 +155,8 @@ __device__ __forceinline__ void store_part(const Result& result, const Tile::Sum
 // ---------------------------------------------------------------------------------------------------------------------
 // Row sums
 
-// Steps are this column's of tiles in runs of 32: so few that all columns have the same work at any time, and so many
-// that it does not matter that a run's last products are waited for.
+// The steps are dealt out to the columns of tiles in runs of 32, in turn: so few that all columns have the same work at
+// any time, and so many that it does not matter that a run's last products are waited for.
 constexpr int kRun = 32;
 
 // The products of a segment, and the sums of its rows of op(a) over those of its steps that are column at.y's.

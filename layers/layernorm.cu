@@ -17,8 +17,8 @@
 // As plain loops, for each row:
 //
 //   m = sum(x) / C                                          for c < C:  dn[c] = dy[c] * g[c];  n[c] = (x[c] - m) * r
-//   r = 1 / sqrt(sum((x - m)^2) / C + eps)                  a = sum(dn) / C;  b = sum(dn * n) / C
-//   for c < C:  y[c] = (x[c] - m) * r * g[c] + b[c]         for c < C:  dx[c] = r * (dn[c] - a - n[c] * b) + dsum[c]
+//   r = 1 / sqrt(sum((x - m)^2) / C + eps)                  p = sum(dn) / C;  q = sum(dn * n) / C
+//   for c < C:  y[c] = (x[c] - m) * r * g[c] + b[c]         for c < C:  dx[c] = r * (dn[c] - p - n[c] * q) + dsum[c]
 //
 // The variance is summed from x - m, in a second pass over registers: mean(x^2) - m^2 would cancel for rows whose mean
 // is large compared with their spread.

@@ -79,8 +79,8 @@ struct MatmulOptions {
     Tensor a_scale = {}, b_scale = {};  // fp8 only
     MatmulScale a_scale_mode = MatmulScale::tensor, b_scale_mode = MatmulScale::tensor;
     // One of these at most, without batches and without fp8: what is done before the result is stored, where cuBLASLt
-    // has an epilogue for it; otherwise kernels do it after the product. In 16 bits they see the rounded product, an
-    // epilogue does not. Only before_gelu can have a bias, only a_row_sums beta.
+    // has an epilogue for it; otherwise kernels do it after the product. In 16 bits such kernels see the product
+    // rounded, an epilogue does not. Only before_gelu can have a bias, only a_row_sums beta.
     Tensor before_gelu = {};  // (M, N), of out's type: written, x = alpha op(a) op(b) + bias;      out = gelu(x)
     Tensor gelu_input = {};   // (M, N), of out's type: read;     out = (alpha op(a) op(b)) * gelu'(gelu_input)
     Tensor a_row_sums = {};   // (M), of out's type: written, the sum of each row of op(a), which must be a transpose
@@ -370,7 +370,7 @@ void rope_backward(Tensor dqkv, Tensor positions, Tensor table, int64_t H, int64
 // (K = H), MQA (K = 1), GQA (between; K divides H).
 //   probs[b,h,t,s] = softmax over the s that t sees, of scale * q[b,t,h,:] . k[b,s,h/(H/K),:]
 //   out[b,t,h,:]   = sum over s of probs[b,h,t,s] v[b,s,h/(H/K),:]
-//   lse[b,h,t]     = log(sum over s of exp(score)), f32
+//   lse[b,h,t]     = log(sum over the same s of exp(scale * q . k)), f32
 //   Backward: from lse and out the probabilities are computed again, tile by tile. dq, dk, dv are written (=).
 // f32 runs on CUDA cores, bf16 and f16 on tensor cores. Heads have D columns (q, k) and Dv columns (v, out), any number
 // up to 256; where a head does not start and end at multiples of 16 bytes, 16-bit loads are slower and the hopper tier
@@ -534,7 +534,7 @@ void log_probabilities(Tensor results, Tensor logits, Tensor rules, int64_t V, c
 // ---------------------------------------------------------------------------------------------------------------------
 // latent_keys.cu: MLA's keys. Every head's key ends in the same columns, those that rope turns:
 //   keys[b,t,h] = [own[b,t,h] | shared[b,t]]     own H heads of Dn columns, shared 1 head of Dr, keys H of Dn + Dr
-//   down = the first columns of dkeys;   dshared[b,t] = sum over h of the last columns of dkeys[b,t,h]
+//   down (d own) = the first columns of dkeys;   dshared[b,t] = sum over h of the last columns of dkeys[b,t,h]
 
 void latent_keys_forward(const HeadColumns& keys, const HeadColumns& own, const HeadColumns& shared,
                          cudaStream_t stream);

@@ -11,11 +11,12 @@
 //   for n < N, c < C:  dinp[n][c] = 0;       for o < O:  dinp[n][c] += dout[n][o] * weight[o][c]
 //   for o < O, c < C:  for n < N:  dweight[o][c] += dout[n][o] * inp[n][c]
 //
-// Each product takes 2 N O C flops, so the backward takes twice as many as the forward: this is the "6 N" of the papers
-// on scaling laws. The weight is stored (O, C), as PyTorch stores it; no product needs a transposed copy, because
-// matmul reads either way. The bias is added by the forward product before it stores its result, GELU is applied there,
-// and its derivative by the product of the backward; the bias' gradient is summed by the product that reads dout
-// anyway. (layers/matmul_plan.cu: where cuBLASLt can, and by kernels of their own elsewhere.) The two gradients are two
+// Each product takes 2 N O C flops, so the backward takes twice as many as the forward. That is 6 flops for each weight
+// and token: the 6 N D of the papers on scaling laws (their N is the number of parameters, their D of tokens). The
+// weight is stored (O, C), as PyTorch stores it; no product needs a transposed copy, because matmul reads either way.
+// The bias is added by the forward product before it stores its result, GELU is applied there, and its derivative by
+// the product of the backward; the bias' gradient is summed by the product that reads dout anyway.
+// (layers/matmul_plan.cu: where cuBLASLt can, and by kernels of their own elsewhere.) The two gradients are two
 // functions: the layer below needs dinp at once, while dweight is needed only by the optimizer, so pipeline schedules
 // compute it at times when a rank would otherwise be idle.
 #include "layers/layers.h"

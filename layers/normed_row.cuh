@@ -26,7 +26,8 @@ struct NormedRow {
     float eps;
     int C, threads;
 };
-// A wider row takes longer to be read by all blocks than a launch. (It has at most 128 threads that form its sums.)
+// It takes longer for all blocks to read a wider row than to launch a norm. (Rows up to this have at most 128 threads
+// that form their sums: fewer than a block has.)
 constexpr int64_t kMostNormedC = 2048;
 template <class T>
 size_t normed_row_bytes(int64_t C) {

@@ -377,7 +377,7 @@ __device__ __forceinline__ void bulk_store(void* global, const void* shared, uin
                : "memory");
 #endif
 }
-// The same for floats, each of which is added to the one that is there. It is one addition for the memory, too.
+// The same for floats, each of which is added to the one that is there, by an atomic addition.
 __device__ __forceinline__ void bulk_add(float* global, const void* shared, uint32_t n_bytes CALLERS_LINE) {
 #ifdef CUDA_ON_CPU
     cuda_cpu::bulk_add_by(cuda_cpu::linear_index(), global, shared, n_bytes, {file, line});

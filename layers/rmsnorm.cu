@@ -22,7 +22,7 @@
 // Rows of more than 8192 channels do not fit.
 //
 // What is normalised may also be heads inside of wider rows (Qwen3's queries and keys; the latents of MLA and MFA):
-// then row r of the kernels is head r % heads of token r / heads. A plain row is treated as a single head.
+// then row i of the kernels is head i % heads of token i / heads. A plain row is treated as a single head.
 #include "layers/early_launch.cuh"
 #include "layers/layers.h"
 #include "layers/norm.cuh"
@@ -31,7 +31,7 @@
 
 namespace {
 
-// Where rows are. A plain row is treated as a single head.
+// Where rows are.
 template <class T>
 struct NormRows {
     T* data;

@@ -1,4 +1,4 @@
-// SwiGLU: a feed-forward layer's gate, swish(gate) * up.                        (Shazeer 2020, arXiv:2002.05202)
+// SwiGLU: a feed-forward layer's gate, silu(gate) * up; silu is also called swish.  (Shazeer 2020, arXiv:2002.05202)
 //
 //   forward     y = silu(g) u                      silu(g) = g s(g),   s(g) = 1 / (1 + exp(-g))
 //   backward    du = dy silu(g)

@@ -1,6 +1,6 @@
 // Flash attention on CUDA cores, backward. The maths is in flash_attention.cu, the tiles in flash_attention/cores.cuh.
 //
-// In both kernels scores become probabilities, and dP becomes dS = P * (dP - delta); lse2 is lse in powers of two.
+// In both kernels scores become probabilities, and dP becomes dS = P * (dP - delta); lse2 = lse log2(e).
 #include "layers/flash_attention/cores.cuh"
 
 namespace {

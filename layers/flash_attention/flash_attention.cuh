@@ -100,8 +100,8 @@ struct View {
         return first < all.first || first + n > all.end;
     }
 };
-// What divides a row's sum by its softmax's: 0 for a query that sees none of these keys, or whose scores are all
-// -infinity.
+// The factor by which a row's output is divided by its sum of exponentials; 0 for a query that sees none of these keys,
+// or whose scores are all -infinity.
 __device__ __forceinline__ float inverse_sum(float sum) { return sum == 0.0f ? 0.0f : 1.0f / sum; }
 
 template <bool kOfQuery>
@@ -150,8 +150,9 @@ void flash_backward_mma(const FlashArguments& arguments, cudaStream_t stream);
 void flash_forward_hopper(const FlashArguments& arguments, cudaStream_t stream);
 void flash_backward_hopper(const FlashArguments& arguments, cudaStream_t stream);
 void flash_backward_hopper_wide(const FlashArguments& arguments, cudaStream_t stream);  // heads of more than 128
-// What flash_backward_hopper needs beside delta (hopper_backward.cu says why): slots of dq_sums, from a multiple of 16
-// bytes on, and for each slot dq_counts, with one int before all, zeros. Heads of more than 128 columns need no slot.
+// What flash_backward_hopper needs beside delta (hopper_backward.cu says why): dq_sums, slot_floats for each slot, from
+// a multiple of 16 bytes on; and dq_counts, one int and then slot_counts for each slot, all of them 0 before. Heads of
+// more than 128 columns need no slot.
 struct HopperSums {
     int64_t n_slots, slot_floats, slot_counts;
     int64_t counts() const { return 1 + n_slots * slot_counts; }

@@ -4,8 +4,8 @@
 //     l = exp(lse) + exp(part_lse)         out = (exp(lse) out + exp(part_lse) part) / l         lse = log(l)
 //
 // with the larger of the two subtracted from both, so that no exponential overflows. A part whose lse is -infinity (a
-// query that sees none of its keys) has no weight; of two such parts comes a third. The order of several parts is the
-// caller's, and the same each time.
+// query that sees none of its keys) has no weight; two such parts give out = 0 and lse = -infinity. The order of
+// several parts is the caller's, and the same each time.
 //
 // Bytes: out and part are read, out is written. Memory limits it.
 #include "layers/chunk.cuh"
