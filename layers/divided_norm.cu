@@ -7,13 +7,13 @@
 //               finish   m = mean of all m_k                  s = sum of s_k + C sum of (m_k - m)^2
 //                        r = 1 / sqrt(s / (n C) + eps)        y = (x - m) r g + b
 //
-//   backward    parts    dn = dy g, nx = (x - m) r            a_k = sum(dn)   b_k = sum(dn nx)      db, dg as ever
-//                        a, b = sums over all ranks
-//               finish   dx = r (dn - a / (n C) - nx b / (n C)) + dsum
+//   backward    parts    dn = dy g, nx = (x - m) r            p_k = sum(dn)   q_k = sum(dn nx)      db, dg as ever
+//                        p, q = sums over all ranks
+//               finish   dx = r (dn - p / (n C) - nx q / (n C)) + dsum
 //
 // Squares of distances from each rank's own mean are added as by Chan, Golub & LeVeque (1979): nothing cancels, as it
 // would in mean(x^2) - m^2. All ranks combine the same numbers in the same order, so that m and r have the same bits on
-// all of them. RMSNorm has m = 0 everywhere, and no a.
+// all of them. RMSNorm has m = 0 everywhere, and no p.
 //
 // Bytes: the second step of either pass reads its rows again; the norms of one rank keep them in registers.
 #include "layers/layers.h"
@@ -108,8 +108,8 @@ __global__ void __launch_bounds__(kBackwardThreads<kColumns>, 1)
                 dot[i] += dy[k][i] * g[i] * nx;
             }
         }
-        const float a = row_sum(sums, scratch[0]), b = row_sum(dot, scratch[1]);
-        if (threadIdx.x == 0 && row < N) parts[2 * row] = a, parts[2 * row + 1] = b;
+        const float p = row_sum(sums, scratch[0]), q = row_sum(dot, scratch[1]);
+        if (threadIdx.x == 0 && row < N) parts[2 * row] = p, parts[2 * row + 1] = q;
     }
     float* shared = dynamic_shared<float>();
     store_partial(params.partial + blockIdx.x * C, dweight, shared, C);
@@ -131,14 +131,14 @@ __global__ void __launch_bounds__(kNormThreads<kColumns>, kNormBlocks<kColumns>)
     load_row(dy, dout + row * C, C);
     load_row(x, inp + row * C, C);
     const float m = mean ? mean[row] : 0.0f, r = rstd[row];
-    const float a = mean ? parts[2 * row] / static_cast<float>(all_C) : 0.0f,
-                b = parts[2 * row + 1] / static_cast<float>(all_C);
+    const float p = mean ? parts[2 * row] / static_cast<float>(all_C) : 0.0f,
+                q = parts[2 * row + 1] / static_cast<float>(all_C);
 #pragma unroll
     for (int k = 0; k < row_chunks<K, n>(C); ++k) {
         float g[n], past[n] = {};
         load_columns(g, weight, chunk_column<K, n>(k), C);
         if (dsum) load_columns(past, dsum + row * C, chunk_column<K, n>(k), C);
-        for (int i = 0; i < n; ++i) dy[k][i] = r * (dy[k][i] * g[i] - a - (x[k][i] - m) * r * b) + past[i];
+        for (int i = 0; i < n; ++i) dy[k][i] = r * (dy[k][i] * g[i] - p - (x[k][i] - m) * r * q) + past[i];
     }
     store_row(dinp + row * C, dy, C);
 }

@@ -51,7 +51,7 @@ __device__ __forceinline__ void draw_quad(float& best, int& token, const float* 
         if (score[i] > best) best = score[i], token = v + i;
 }
 
-constexpr int kDrawThreads = kOnCpu ? 1 : 1024, kAhead = kOnCpu ? 1 : 4;
+constexpr int kDrawThreads = kOnCpu ? 1 : 1024, kAhead = kOnCpu ? 1 : 4;  // of the block that has a row
 
 __global__ void __launch_bounds__(kDrawThreads)
     draw_kernel(int* results, const float* x_rows, const SamplingDistribution* distributions, const SamplingRule* rules,

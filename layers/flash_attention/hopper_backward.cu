@@ -119,7 +119,7 @@ struct BackwardTile {
                          kFirstStatistics = kFirstStaging + kConsumers * kStagings * kStagingBytes,
                          kStatisticsBytes = kStages * 2 * kOthers * static_cast<int>(sizeof(float)),
                          kFirstBarrier = kFirstStatistics + kStatisticsBytes;
-    static constexpr size_t kSharedBytes = kFirstBarrier + 512 + kTileAlignment;
+    static constexpr size_t kSharedBytes = kFirstBarrier + 512 + kTileAlignment;  // 512: for Barriers
     static_assert(kSharedBytes <= 227 << 10);
 };
 

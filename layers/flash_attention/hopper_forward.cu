@@ -53,7 +53,7 @@ struct ForwardTile {
     static constexpr int kStageBytes = K::kBytes + V::kBytes;
     static constexpr int kFirstOut = kConsumers * Q::kBytes, kFirstStage = kFirstOut + kConsumers * Out::kBytes;
     static constexpr int kTileBytes = kFirstStage + kStages * kStageBytes;
-    static constexpr size_t kSharedBytes = kTileBytes + 256 + kTileAlignment;
+    static constexpr size_t kSharedBytes = kTileBytes + 256 + kTileAlignment;  // 256: for Barriers
     static_assert(kSharedBytes <= 227 << 10);
 };
 
@@ -102,6 +102,7 @@ struct Maps {
 // One thread. The producer alone announces a stage as full; every consumer arrives when it has read one.
 template <int kStages>
 __device__ __forceinline__ void init_barriers(Barriers<kStages>& barriers) {
+    static_assert(sizeof(Barriers<kStages>) <= 256);
     for (int i = 0; i < kConsumers; ++i) mbarrier_init(&barriers.q_full[i], 1), mbarrier_init(&barriers.q_empty[i], 1);
     for (int i = 0; i < kStages; ++i) {
         mbarrier_init(&barriers.k_full[i], 1), mbarrier_init(&barriers.k_empty[i], kConsumers);

@@ -4,8 +4,8 @@
 // of its sequence:
 //
 //     row(s) = page_table[sequence, s / P] * P + s % P
-//     for s <= t:  P[s] = exp(scale * dot(q, key(row(s))))
-//     out = (sum over s of P[s] * value(row(s))) / sum(P)
+//     for s <= t:  p[s] = exp(scale * dot(q, key(row(s))))
+//     out = (sum over s of p[s] * value(row(s))) / sum(p)
 //
 // That is flash_attention.cu's forward, with one more look-up to find a row; the running maximum, the rescaling by
 // powers of two and the order of every sum are those of flash_attention/cores.cuh, whose functions are used here.
@@ -15,7 +15,7 @@
 // all of them. The rows stay in shared memory, kKeys keys and values at a time stream past:
 //
 //     scores     S[r][j] = sum over columns x of  q[r][x] * keys[x][j]          lanes: kLanes keys side by side
-//     output     o[r][c] = o[r][c] 2^(m - m') + sum over keys j of  P[r][j] * values[j][c]      lanes: columns
+//     output     o[r][c] = o[r][c] 2^(m - m') + sum over keys j of  p[r][j] * values[j][c]      lanes: columns
 //
 // Queries are never lanes, as in training's kernels: a sequence that decodes has one row, and 31 of 32 lanes would be
 // idle. Keys are transposed while they are loaded, so that they can be lanes. On the CPU device one thread does a whole

@@ -10,7 +10,7 @@
 //     copies       16 bytes each, of keys and values as they are stored, to shared memory
 //     scores       a thread has a key, and multiplies its columns with all queries
 //     maxima       of each tile of 32 keys, a warp; then each thread takes that of its key's tile and all before it
-//     outputs      a thread has a column of a query: o = o 2^(m - m') + P value, and l the same with 1 for the value
+//     outputs      a thread has a column of a query: o = o 2^(m - m') + p value, and l the same with 1 for the value
 //
 // The block may also do what comes before the attention (paged_write.cu): it rotates queries and the new key, and
 // writes the new key and value to their page. All else that it reads was there when the step began. So it is asked for
