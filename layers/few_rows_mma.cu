@@ -93,8 +93,8 @@ __device__ __forceinline__ Columns load_columns(const T* row, int64_t c, int64_t
     return columns;
 }
 
-// Fragment (i, j): outputs 16 i ... and rows 8 j ... of the block. Outputs and rows behind the last one stand for it:
-// what becomes of them is not stored.
+// Fragment (i, j): outputs 16 i ... and rows 8 j ... of the block. Behind the last output and the last row these are
+// read again: what becomes of them there is not stored.
 template <class Its, bool kWhole, class T>
 struct Operands {
     const T *inp, *weight;

@@ -1,7 +1,7 @@
 // Latent keys: assembling the keys of multi-head latent attention (MLA).   (DeepSeek-V2 2024, arXiv:2405.04434)
 //
-// Keys that are expanded from a latent are not rotated: a rotation, which depends on the two positions, would stand
-// between the matrices that make queries and keys, and decoding could not apply both to the query, once for all keys
+// Keys that are expanded from a latent are not rotated: the rotation, another one at each key, would stand between the
+// query and the matrix that expands keys, and decoding could not apply this matrix to the query, once for all keys
 // (flash_attention/paged_latent_attention.cu). Therefore MLA reserves some columns of every head for the position, in
 // queries and keys, and all heads share those of the key:
 //

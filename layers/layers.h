@@ -523,7 +523,7 @@ constexpr int64_t kStructN = sizeof(Struct) / sizeof(int32_t);
 int64_t sampling_columns(int64_t V);
 void adjust_logits(Tensor x, Tensor logits, Tensor rules, Tensor adjustments, int64_t V, cudaStream_t stream);
 void sampling_distributions(Tensor distributions, Tensor x, Tensor rules, cudaStream_t stream);
-// results (rows, at least 2 + 2 n) i32: the first column is the token.
+// results (rows, at least 1) i32: the first column becomes the token; log_probabilities writes others.
 void draw_tokens(Tensor results, Tensor x, Tensor distributions, Tensor rules, cudaStream_t stream);
 
 // log_probabilities.cu: log softmax(logits)[v] = logits[v] - max - log(sum of exp(logits - max)) over v < V, of the

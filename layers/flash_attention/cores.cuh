@@ -48,7 +48,7 @@ struct Tile {
     static constexpr int kRows = kR * kThreadsY;
     static constexpr int kPitch = kOnCpu ? kRows : kRows + 4;  // of transposed rows; GPU: an odd multiple of 16 bytes
     static constexpr int kOthers = kOnCpu ? 64 : (kD <= 128 ? 32 : 16);
-    // A thread's share of the others and of the columns: kSteps register tiles of kM.
+    // A thread's share of the others, and of the columns: kScoreSteps or kColumnSteps register tiles of kM.
     static constexpr int kMScores = kOnCpu ? 8 : kOthers / kThreadsX, kMColumns = kOnCpu ? 8 : kD / kThreadsX;
     static constexpr int kScoreSteps = kOthers / kThreadsX / kMScores;
     static constexpr int kColumnSteps = kD / kThreadsX / kMColumns;

@@ -8,7 +8,7 @@
 //
 // On a GPU eight lanes share a row: 64 columns of 16 bits are one load of 16 bytes each, and a warp has four rows under
 // way. Block (rows, head, b): no thread divides to find its row. The first threads also zero the counts of the tier
-// hopper: there are more threads than counts, one at least for each row.
+// hopper. There are more threads than counts: a thread at least for each row, where 64 rows have a count.
 #include "layers/chunk.cuh"
 #include "layers/flash_attention/flash_attention.cuh"
 

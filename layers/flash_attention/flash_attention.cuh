@@ -100,8 +100,8 @@ struct View {
         return first < all.first || first + n > all.end;
     }
 };
-// The factor by which a row's output is divided by its sum of exponentials; 0 for a query that sees none of these keys,
-// or whose scores are all -infinity.
+// The factor that divides a row's output by its sum of exponentials: 0 for a query that sees none of these keys, or
+// whose scores are all -infinity.
 __device__ __forceinline__ float inverse_sum(float sum) { return sum == 0.0f ? 0.0f : 1.0f / sum; }
 
 template <bool kOfQuery>

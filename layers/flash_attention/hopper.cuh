@@ -42,8 +42,8 @@ __device__ __forceinline__ int warp_group() {
     return __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kGroup, 0);
 }
 
-// kRows tokens of one head in shared memory. Row r of a panel starts r * kRowBytes further on; 8 rows are a pattern of
-// the swizzle, so that any 8 r of them can be an operand.
+// kRows tokens of one head in shared memory. Row r of a panel starts r * kRowBytes further on. The swizzle repeats
+// every 8 rows, so an operand can begin at any multiple of 8.
 template <int kRows_, int kColumns_>
 struct Panels {
     static constexpr int kRows = kRows_, kColumns = kColumns_;

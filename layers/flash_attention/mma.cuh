@@ -122,9 +122,9 @@ template <int kColumns, class Number, int kRowTiles, int kOtherTiles>
 __device__ __forceinline__ void multiply_scores(float (&scores)[kRowTiles][kOtherTiles][4], const Number* X,
                                                 const Number* Y) {
     clear(scores);
-    // Where this lane's row of a matrix starts. A: rows 0-7, 8-15, then the same 8 columns on.
+    // Where this lane's row of a matrix starts. The four matrices of A: rows 0-7, rows 8-15, then both 8 columns on.
     const Number* a_row = X + lane() % 16 * kPitch<kColumns> + lane() / 16 * 8;
-    // B, for 16 others: others 0-7, the same 8 columns on, then others 8-15.
+    // Those of B, for 16 others: others 0-7, the same ones 8 columns on, then others 8-15 in the same way.
     const Number* b_row = Y + (lane() % 8 + lane() / 16 * 8) * kPitch<kColumns> + lane() / 8 % 2 * 8;
 #pragma unroll
     for (int k = 0; k < kColumns; k += 16) {
@@ -149,7 +149,7 @@ template <class Number, int kRowTiles, int kOtherPairs, int kColumnTiles>
 __device__ __forceinline__ void multiply_columns(float (&acc)[kRowTiles][kColumnTiles][4],
                                                  const uint32_t (&P)[kRowTiles][kOtherPairs][4], const Number* Y) {
     constexpr int pitch = kPitch<kColumnTiles * 8>;
-    // B, for 16 columns: others 0-7, others 8-15, then the same 8 columns on; each matrix transposed.
+    // The four matrices of B, for 16 columns: others 0-7, others 8-15, then both 8 columns on; each one transposed.
     const Number* b_row = Y + lane() % 16 * pitch + lane() / 16 * 8;
 #pragma unroll
     for (int k = 0; k < kOtherPairs; ++k)
