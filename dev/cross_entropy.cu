@@ -147,10 +147,10 @@ void cross_entropy_fused(const Problem& p, cudaStream_t stream) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // 4. Kept: rung 3 reads each row twice, and between the two reads other blocks have read so much that no cache still
-// has it. Here a row waits in shared memory, which 50304 float32 numbers just fit into (201 of 227 KB on an H100; the
-// rung is left out where they do not): 2 N V numbers moved, the minimum. Each thread finds what it has put there
-// itself, so that there is no barrier more than in rung 3. One block has a multiprocessor for itself, so it has 1024
-// threads.
+// has it. Here a row waits in shared memory, which 50304 float32 numbers just fit into (197 of 227 KiB on an H100;
+// where a row does not fit, the rung only keeps its number): 2 N V numbers moved, the minimum. Each thread reads back
+// only what it has put there itself, so that there is no barrier more than in rung 3. One block has a multiprocessor
+// for itself, so it has 1024 threads.
 
 constexpr int kKeptBlock = 1024;
 
@@ -246,6 +246,7 @@ void climb(Ladder& ladder) {
     ladder.rung("fused", "one kernel, in place", [&](cudaStream_t s) { cross_entropy_fused(p, s); });
     if (rows_fit(p))
         ladder.rung("kept", "a row waits in shared memory", [&](cudaStream_t s) { cross_entropy_kept(p, s); });
+    else ladder.no_rung("kept", "needs rows that fit into the shared memory of a block");
     ladder.rung("product", "16 bytes per copy, one exponential less",
                 [&](cudaStream_t s) { cross_entropy_product(p, s); });
 }

@@ -64,6 +64,10 @@ TEST_CASE("a ladder's table has a row for every rung, or for the one that was as
     CHECK((rows(odd.out) == 12 && rows(full.out) == 12));
     CHECK_THAT(odd.out, ContainsSubstring("| 8 | three stages | ") && ContainsSubstring("| 9 | wgmma | - |"));
     CHECK_THAT(full.out, ContainsSubstring("| 7 | tensor cores | - |") && ContainsSubstring("| 12 | product |"));
+    // So does the one that keeps a row in shared memory, where the row does not fit.
+    const Outcome wide = run_program("dev/cross_entropy", "--size 1x60000 --check --rung 5");
+    INFO(wide.out << wide.err);
+    CHECK(wide.status == 0);
     CHECK(run_program("dev/adamw", "--help").status == 0);
 }
 
@@ -82,6 +86,8 @@ TEST_CASE("a ladder says in one line what it cannot do", "[program][ladders]") {
         {"matmul", "--dtype int3", "int3"},
         {"matmul", "--rung 7 --check", "rung 7 (tensor cores) needs --dtype bf16 or f16"},
         {"matmul", "--rung 10 --check --dtype bf16 --size 8x8x12", "rung 10 (persistent) needs rows of whole 16 bytes"},
+        {"cross_entropy", "--rung 4 --check --size 1x60000",
+         "rung 4 (kept) needs rows that fit into the shared memory"},
         {"reduce", "--speed", "unknown option --speed"},
         {"attention_forward", "--dtype f32", "not written for it"},
         {"attention_forward", "--size 70000x1 --check", "at most 65535"},
