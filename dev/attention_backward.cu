@@ -243,8 +243,8 @@ void launch_row(const Problem& p, cudaStream_t stream) {
 //                                                                               (Dao et al. 2022, arXiv:2205.14135)
 // 16 x 16 threads; thread (a, b) has the rows 2b, 2b + 1 and the others a, a + 16, and then of the same rows the
 // columns a, a + 16, ... . dS and P go through shared memory within half a warp, as in the forward. There are four
-// tiles of operands instead of the forward's two, so that shared memory has room for 32 rows only, and a number of an
-// other row, once read from shared memory, is used in 2 multiply-adds.
+// tiles of operands and two of results, where the forward has three and one, so that shared memory has room for 32 rows
+// only, and a number of an other row, once read from shared memory, is used in 2 multiply-adds.
 
 constexpr int kFlash = 32, kThreads = 16, kEach = kFlash / kThreads, kEachColumn = kD / kThreads;
 

@@ -394,7 +394,7 @@ void launch(const Problem& p, int n_threads, cudaStream_t stream) {
 // head size, for which it pads rows by 16 bytes instead of swizzling; grouped queries, windows and documents.
 //
 // 8. wgmma and TMA. On Hopper a warp group of four warps multiplies 64 rows at a time, and operand B, here q too, is
-// read straight from shared memory: no ldmatrix, no registers for operands, and a tile is read once for four warps. One
+// read straight from shared memory: no ldmatrix, no registers for operands but P, and four warps read a tile once. One
 // thread tells the copy engine which box of a tensor to copy; the engine computes the addresses, swizzles, and writes
 // zeros for tokens beyond the last one.
 //
@@ -403,9 +403,10 @@ void launch(const Problem& p, int n_threads, cudaStream_t stream) {
 // has two mbarriers, full (its bytes have arrived) and empty (all four warps have read it). The ring is explained in
 // layers/ptx.cuh.
 //
-// But a warp group does one thing after the other. An H100 does 2048 multiply-adds and 16 exponentials per clock: the
-// products of a tile take 2 x 64^3 / 2048 = 256 clocks, its exponentials 64^2 / 16 = 256. Neither unit can be busy for
-// more than half of the time, unless another block in the same multiprocessor uses it in the meantime.
+// But a warp group does one thing after the other. A multiprocessor of an H100 does 2048 multiply-adds and 16
+// exponentials per clock: the products of a tile take 2 x 64^3 / 2048 = 256 clocks, its exponentials 64^2 / 16 = 256.
+// Neither unit can be busy for more than half of the time, unless another block in the same multiprocessor uses it in
+// the meantime.
 
 constexpr int kStages = 2, kConsumerWarps = 4, kTileBytes = kKeys * kD * 2;  // a row has 128 bytes: one swizzled line
 

@@ -5,7 +5,7 @@
 #   2. tests        the whole suite: kernels against float64, goldens, programs, ranks that share the GPU (test/run.sh); on a
 #                   GPU each test in a process of its own, so that a kernel which traps or hangs ends its own test only
 #   3. NCCL         where there are several GPUs: all collectives, a rank on each (test/comm_check.cu, by mpirun)
-#   4. full size    the tests [full_size] at the sizes of GPT-2 and LLaMA, which tensors of billions of elements take
+#   4. full size    the tests [full_size] at the sizes of GPT-2 and LLaMA, whose tensors have billions of elements
 #   5. sanitizers   compute-sanitizer's memcheck, racecheck, initcheck and synccheck over the kernel tests, side by side,
 #                   every tensor in an allocation of its own
 #

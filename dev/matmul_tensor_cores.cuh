@@ -5,8 +5,8 @@
 //
 //   rung               out elements                        reads per multiply-add: of device memory, of shared memory
 //   mma.sync           128 x 128 per block, 64 x 32 per warp                          2/128             1/64 + 1/32
-//   wgmma              128 x 128 per block, 64 x 128 four warps                       2/128             1/64 + 1/128
-//   persistent         128 x 256 per block, 64 x 256 four warps                       1/128 + 1/256     1/64 + 1/256
+//   wgmma              128 x 128 per block, 64 x 128 per four warps                   2/128             1/64 + 1/128
+//   persistent         128 x 256 per block, 64 x 256 per four warps                   1/128 + 1/256     1/64 + 1/256
 //
 // Shared memory gives 64 16-bit numbers per clock, which is 64/2048 = 1/32 for each multiply-add: mma.sync, whose
 // operands go through registers, needs more than that; wgmma, which reads shared memory itself, needs less. The tensor

@@ -192,8 +192,8 @@ void reduce_stride(Tensor out, Tensor inp, Tensor scratch, cudaStream_t stream) 
 
 // ---------------------------------------------------------------------------------------------------------------------
 // 8. The product. What it reduces to one number is the gradient: grad_norm (optim/grad_clip.cu) is the root of the sum
-// of all squares. It has rung 7's structure, its second stage adds in double, and it moves the same bytes; the numbers
-// that it adds are squares, so its reference is another.
+// of all squares. It has two launches, as rung 7: each sum of the first one is of 512 squares of one thread, without a
+// tree, and the second one adds these in double. The numbers that it adds are squares, so its reference is another.
 
 void reduce_product(Tensor norm, Tensor inp, Tensor scratch, cudaStream_t stream) {
     grad_norm(norm, inp, 0.0f, 1.0f, scratch, stream);

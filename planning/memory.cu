@@ -76,7 +76,7 @@ void print_activations(const Trainer& t) {
     }
 }
 
-// One line of a table of states: bytes on this rank.
+// One line of a table of states: bytes of all ranks together.
 struct StateRow {
     std::string name;
     double bytes;

@@ -1,6 +1,6 @@
 // planning/pipeline_plan.cu: --plan with --pp: what each rank of a pipeline has and sends. Ranks differ: those at the
-// ends have the embedding and the head, and by most schedules the first one keeps the activations of most
-// micro-batches.
+// ends have the embedding and the head, and by most schedules the first one keeps the activations of the
+// most micro-batches.
 //
 //     in flight   what blocks and heads keep at once, at most, and the tensors at the stages' borders; workspace and
 //                 tokens, which the table of rank 0 below counts, too, are not in it
@@ -41,7 +41,7 @@ States states_of(const Trainer& t, const ModelPart& part) {
     return {model.n, static_cast<int64_t>(weights.bytes()), static_cast<int64_t>(grads.bytes()), others};
 }
 
-// Of its weights, that a rank keeps at the same time.
+// How many versions of its weights a rank keeps at the same time.
 int versions_of(const PipelineSchedule& schedule, int rank) {
     return schedule.versions.empty() ? 1 : schedule.versions[static_cast<size_t>(rank)];
 }

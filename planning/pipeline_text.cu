@@ -4,7 +4,7 @@
 //     rank 1     F0 F1 BW0-- F2 BW1--             BW: both at once; small letters: the second stage of a rank
 //
 // A column is so much time that each action has room for its name. Rows that are wider than the terminal are cut, and
-// go on below; a name that begins above the cut stands there as a whole.
+// go on below; a name that begins before the cut is written in full there.
 #include "planning/planning.h"
 
 #include <sys/ioctl.h>

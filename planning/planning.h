@@ -67,8 +67,8 @@ void print_tensor_bills(const Trainer& trainer);
 void print_pipeline_plan(const Trainer& trainer);
 std::pair<int, double> largest_pipeline_rank(Trainer& trainer);  // which takes most on its device, and about how much
 
-// account.cu: at the end of a run on many ranks. step: what this rank sent and received in one step; only_trains: which
-// followed another one, so that the formula holds. Collective; rank 0 prints.
+// account.cu: at the end of a run on many ranks. step: what this rank sent and received in one step; only_trains: that
+// step followed another one, and no sample or evaluation, so that the formula holds. Collective; rank 0 prints.
 void print_account(Trainer& trainer, const Traffic& step, bool only_trains, const CommTime& time);
 int64_t expected_traffic(const Trainer& trainer);  // bytes that all ranks together send in a step
 // Does that hold for these options?
@@ -108,7 +108,7 @@ struct PipelinePanel {
     const std::vector<std::vector<Span>>* ranks;
     std::vector<std::pair<int, size_t>> critical_path = {};  // outlined; of a run it is not known
     bool seconds = false;                                    // what the times are; otherwise they have no unit
-    bool may_be_cut = false;  // at the right, where it takes 1.5 times as long as the shortest
+    bool may_be_cut = false;  // at the right, where it takes more than 1.5 times as long as the shortest
 };
 void write_pipeline_panels(const std::string& path, const std::vector<PipelinePanel>& panels);
 // Their bubble, activations and versions.

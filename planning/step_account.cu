@@ -6,7 +6,7 @@
 //     roofline = max(bytes / copy rate, FLOPs / matrix rate)          (Williams, Waterman & Patterson 2009)
 //
 // Which of the two it is follows from its arithmetic intensity, FLOPs / bytes, and from the device's, rate / rate: 266
-// FLOPs a byte on an H100. A product of 65536 x 768 x 2304 numbers of 16 bits computes 570 FLOPs for each byte, and
+// FLOPs a byte on an H100. A product of 65536 x 768 x 2304 numbers of 16 bits computes 571 FLOPs for each byte, and
 // waits for the tensor cores. A norm computes about one, and waits for memory, whatever the multiprocessors could do.
 // Attention computes T / 4 FLOPs or more for each byte as long as its scores stay on the chip; written out and read
 // again, as in the papers before flash attention, they would make it wait for memory, too.
@@ -72,7 +72,7 @@ constexpr size_t kBlockProducts = group_named("block products"), kHeadProducts =
                  kAttentionBackward = group_named("attention backward"),
                  kAttentionForward = group_named("attention forward"), kCasts = group_named("8-bit casts"),
                  kGradientNorm = group_named("gradient norm"), kOptimizer = group_named("optimizer");
-// Products and attention: what is left reads and writes rows.
+// Neither products nor attention: kernels that read and write rows.
 bool moves_rows(size_t group) { return group > kAttentionForward; }
 
 constexpr double kBetweenLaunches = 1.0e-6;  // seconds: the last blocks of one kernel, the first of the next

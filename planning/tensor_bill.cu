@@ -22,7 +22,7 @@ struct Bill {
     int64_t side(int axis) const { return layout.sizes[static_cast<size_t>(axis)]; }
     bool is_cube() const { return layout.mode == TensorMode::three_d; }
 
-    // A whole weight, as the blocks of all ranks that differ.
+    // Rows and columns of a whole weight, of which each rank has a block.
     struct Whole {
         int64_t O, C;
     };
@@ -99,7 +99,8 @@ struct Bill {
         return bytes;
     }
     // Messages one after the other in a forward and a backward, all products of all blocks: an all-gather or
-    // reduce-scatter on a ring of n has n - 1, a broadcast log2 n.
+    // reduce-scatter on a ring of n has n - 1, a broadcast log2 n, a sum at one rank, to which the others send at the
+    // same time, 1.
     int64_t messages() const {
         Block block = model.blocks[0];
         int64_t products = 0, leaving = 0;

@@ -280,7 +280,7 @@ void stand_in_for(const std::string& name) {
     choose_matmuls_as_hopper(spec->is_hopper);
 }
 
-// This run's --head-chunks, and beside 1 what 8 would be, with the gradients that --grad-dtype auto then has.
+// This run's --head-chunks and, beside it, 1; or, where it is 1, 8, with the gradients that --grad-dtype auto then has.
 static void print_head_chunks(const Trainer& t, const DeviceSpec& spec) {
     if (t.tensor_parallel) return;
     const int64_t N = t.micro_batch * t.options.rank_seq(), own = t.options.recompute.head_chunks;
