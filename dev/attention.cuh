@@ -98,7 +98,7 @@ struct Swizzled {
 };
 
 // Copies n_rows others from `first` on into a tile; zeros for those from T on, so that no NaN gets into a product.
-// Neighbouring threads take neighbouring packs. kAsync: only starts the copies, which pass the registers by.
+// Neighbouring threads take neighbouring packs. kAsync: only starts the copies, which bypass the registers.
 template <int n_rows, class Layout, bool kAsync, class Number>
 __device__ __forceinline__ void load_tile(Number* tile, const Number* head, int first, int T) {
 #pragma unroll

@@ -18,6 +18,10 @@
 #   OPPONENTS="torch llm.c"               which programs to compare with
 #   PRECISIONS="master autocast pure"     of bench_torch.py
 #   STEPS=10                              timed training steps, after 3 more
+#   BATCHES=                              batch sizes of the training runs, instead of those of batches() below
+#   TRAIN_FLAGS=                          more flags for train_gpt
+#   ONLY=                                 kernels: only operations whose name contains this
+#   RECORD=1                              on a GPU, add the tables to dev/RESULTS.md; 0: do not
 #   BENCH_SECONDS=540                     stop starting programs after this many seconds, and print what there is; 0: never
 #   BENCH_OUT=build/<device>/bench        where the results go
 #   LLM_PYTHON=python3                    the Python that has PyTorch

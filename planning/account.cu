@@ -161,12 +161,14 @@ int64_t pipeline_traffic(const Trainer& t, const std::vector<RankWork>& ranks) {
     for (int rank = 0; rank < pp; ++rank) bytes += pipeline.planned(rank).bytes;
     bytes *= n_pipelines;
     const Sharding& s = t.model.sharding;
+    // DualPipe: the two ranks with the same stages all-reduce their gradients (with --zero, their shards of them).
     for (int rank = 0; pipeline.has_twins() && rank < pp / 2; ++rank) {
         const Model& model = ranks[static_cast<size_t>(rank)].model;
         const int64_t grads = model.n * static_cast<int64_t>(dtype_bytes(model.grads.dtype));
         bytes += t.options.tp * (s.shards_states() ? 1 : s.size) * 2 * grads;
         if (model.fp8_states.exists()) bytes += n_pipelines * 2 * static_cast<int64_t>(model.fp8_states.bytes());
     }
+    // A tied embedding, whose gradients the first and the last rank all-reduce.
     if (pipeline.ties_two_ranks()) bytes += n_pipelines * 2 * static_cast<int64_t>(ranks[0].model.dwte.bytes());
     return bytes;
 }

@@ -184,7 +184,7 @@ Row row_of(const NotedLaunch& launch, size_t group, const Account& account) {
             .flops = cost.flops};
     // What is no product of matrices computes on other units, but too little to wait for them.
     const double computing = moves_rows(group) ? 0 : row.flops / account.rate_of(group);
-    const bool multiplies = computing > 0 && (row.intensity() > 16 ||  // attention's delta reads rows, too
+    const bool multiplies = computing > 0 && (row.intensity() > 16 ||  // less: attention's delta, which reads rows
                                               computing > row.moved / account.spec.reached_bytes);
     // The sums of a product's factor, of which an H100's cuBLASLt makes a kernel of its own, after the product.
     const double sums = moves_rows(group) ? 0 : static_cast<double>(cost.again) / account.spec.reached_bytes;
