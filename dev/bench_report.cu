@@ -333,6 +333,7 @@ struct Part {
     std::string name;
     double limit_s = 0, predicted_s = 0;  // of a step: at this device's measured rates; as the account predicts
     double seconds = 0;                   // measured, per step
+    double explained_s() const { return std::min(limit_s, seconds); }  // by the limit; the rest might be gained
 };
 
 // "void (anonymous namespace)::rope_kernel<__nv_bfloat16>(...)" -> "rope_kernel<__nv_bfloat16>"
@@ -415,6 +416,34 @@ std::vector<size_t> match(const std::vector<Event>& events, const std::vector<La
     return found;
 }
 
+// One bar per part: its length is the time, its dark end is the limit.
+void draw_parts(const std::string& path, const std::string& title, double step_s, const std::vector<Part>& parts) {
+    const int row_px = 30, top = 90, label_px = 180, panel_px = 720;
+    double longest = 0;
+    int n_rows = 0;
+    for (const Part& part : parts) longest = std::max(longest, part.seconds), n_rows += part.seconds > 0;
+    Canvas canvas(label_px + panel_px + 120, top + row_px * n_rows + 20);
+    canvas.text({16, 26}, Canvas::shorten(title, 14, canvas.width() - 32.0), 14, kInk, Canvas::Align::left, true);
+    canvas.text({16, 48}, format("%.2f ms per step; sorted by the time above the limit", 1e3 * step_s), 10, kInk);
+    canvas.fill(label_px, 58, label_px + 14, 70, kBlue, 1);
+    canvas.text({label_px + 20, 69}, "what bytes and operations need at this device's measured rates", 9, kInk);
+    canvas.fill(label_px + 470, 58, label_px + 484, 70, kOrange, 1);
+    canvas.text({label_px + 490, 69}, "above that, or no limit known", 9, kInk);
+    double y = top;
+    for (const Part& part : parts) {
+        if (part.seconds <= 0) continue;
+        const double end = label_px + panel_px * part.seconds / longest,
+                     dark = label_px + panel_px * part.explained_s() / longest;
+        canvas.text({label_px - 8.0, y + 17}, part.name, 10, kInk, Canvas::Align::right);
+        canvas.fill(label_px, y + 4, dark, y + 24, kBlue, 1);
+        canvas.fill(dark, y + 4, end, y + 24, kOrange, 1);
+        const std::string text = format("%.1f %%", 100 * part.seconds / step_s);
+        canvas.text({end + 6, y + 17}, text, 10, kInk);
+        y += row_px;
+    }
+    canvas.save(path);
+}
+
 void profile(const std::string& folder) {
     const Results r = read_results(folder);
     check(r.steps.size() == 1, folder, "/results.tsv must have one 'step' line");
@@ -487,9 +516,8 @@ void profile(const std::string& folder) {
     parts.push_back({"no kernel runs", 0, 0, std::max(0.0, step_s - busy_s)});
 
     // The largest possible gain comes first.
-    const auto limit_s = [&](const Part& part) { return std::min(part.limit_s, part.seconds); };
     std::sort(parts.begin(), parts.end(),
-              [&](const Part& a, const Part& b) { return a.seconds - limit_s(a) > b.seconds - limit_s(b); });
+              [](const Part& a, const Part& b) { return a.seconds - a.explained_s() > b.seconds - b.explained_s(); });
 
     std::printf("## A training step of %s, %lld x %lld, %s, on %s\n\n", model.c_str(), static_cast<long long>(B),
                 static_cast<long long>(T), dtype_name(dtype), info_of(r, "device").c_str());
@@ -502,14 +530,13 @@ void profile(const std::string& folder) {
         "| part | measured, ms | share of the step | predicted, ms | limit, ms | share of the limit | above the limit, "
         "ms "
         "|\n| --- | ---: | ---: | ---: | ---: | ---: | ---: |\n");
-    std::vector<Bar> bars;
     for (const Part& part : parts) {
         if (part.seconds <= 0) continue;
         const double limit = part.limit_s;
         const auto ms = [](double s) { return s > 0 ? format("%.3f", 1e3 * s) : ""; };
         std::printf("| %s | %.3f | %.1f %% | %s | %s | %s | %.3f |\n", part.name.c_str(), 1e3 * part.seconds,
                     100 * part.seconds / step_s, ms(part.predicted_s).c_str(), ms(limit).c_str(),
-                    percent(divide(limit, part.seconds)).c_str(), 1e3 * (part.seconds - limit_s(part)));
+                    percent(divide(limit, part.seconds)).c_str(), 1e3 * (part.seconds - part.explained_s()));
     }
     std::sort(kernels.begin(), kernels.end(), [](const Kernel& a, const Kernel& b) { return a.seconds > b.seconds; });
     std::printf(
@@ -524,35 +551,10 @@ void profile(const std::string& folder) {
                     percent(divide(limit, kernel.seconds)).c_str());
     }
 
-    // One bar per part: its length is the time, its dark end is the limit.
-    const int row_px = 30, top = 90, label_px = 180, panel_px = 720;
-    double longest = 0;
-    int n_rows = 0;
-    for (const Part& part : parts) longest = std::max(longest, part.seconds), n_rows += part.seconds > 0;
-    Canvas canvas(label_px + panel_px + 120, top + row_px * n_rows + 20);
-    canvas.text({16, 26},
-                Canvas::shorten(concat("a training step of ", model, ", ", B, " x ", T, ", ", dtype_name(dtype),
-                                       ", on ", info_of(r, "device")),
-                                14, canvas.width() - 32.0),
-                14, kInk, Canvas::Align::left, true);
-    canvas.text({16, 48}, format("%.2f ms per step; sorted by the time above the limit", 1e3 * step_s), 10, kInk);
-    canvas.fill(label_px, 58, label_px + 14, 70, kBlue, 1);
-    canvas.text({label_px + 20, 69}, "what bytes and operations need at this device's measured rates", 9, kInk);
-    canvas.fill(label_px + 470, 58, label_px + 484, 70, kOrange, 1);
-    canvas.text({label_px + 490, 69}, "above that, or no limit known", 9, kInk);
-    double y = top;
-    for (const Part& part : parts) {
-        if (part.seconds <= 0) continue;
-        const double end = label_px + panel_px * part.seconds / longest,
-                     dark = label_px + panel_px * limit_s(part) / longest;
-        canvas.text({label_px - 8.0, y + 17}, part.name, 10, kInk, Canvas::Align::right);
-        canvas.fill(label_px, y + 4, dark, y + 24, kBlue, 1);
-        canvas.fill(dark, y + 4, end, y + 24, kOrange, 1);
-        const std::string text = format("%.1f %%", 100 * part.seconds / step_s);
-        canvas.text({end + 6, y + 17}, text, 10, kInk);
-        y += row_px;
-    }
-    canvas.save(folder + "/profile.png");
+    draw_parts(
+        folder + "/profile.png",
+        concat("a training step of ", model, ", ", B, " x ", T, ", ", dtype_name(dtype), ", on ", info_of(r, "device")),
+        step_s, parts);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
