@@ -6,9 +6,10 @@
 //            mpirun -np 4 build/cpu/dev/all_reduce           processes
 //   debug    make DEBUG=1 DEVICE=cpu dev && gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/all_reduce --ranks 2
 //
-// The limit: of N bytes each rank must send 2 (n-1)/n N. The rate at which bytes leave a rank is measured with the
-// traffic pattern of the ring: all ranks send the largest message to their right neighbour at the same time. So the
-// limit includes no latency and no additions. Each time is that of the slowest rank, and the median of several rounds.
+// The limit: of N bytes the rank that sends most must send at least 2 (n-1)/n N. The rate at which bytes leave a rank
+// is measured with the traffic pattern of the ring: all ranks send the largest message to their right neighbour at the
+// same time. So the limit includes no latency and no additions. Each time is that of the slowest rank, and the median
+// of several rounds.
 #include "dev/arguments.h"
 #include "io/io.h"
 #include "parallel/data/data.h"

@@ -40,8 +40,8 @@ struct Group {
 // Products come first, and are told apart by their place; the kernels of the norm and of the update by when they are
 // launched, because an optimizer may have sums of squares and copies, too. Shares are of the rates that are reached
 // (DeviceSpec), not of the data sheet. Measured: by `make profile` of GPT-2 124M, 64 x 1024, bf16, the last of three
-// times on an H100 SXM (dev/RESULTS.md), which in such a step takes all of its 700 W, and therefore runs at 1.4 to
-// 1.6 GHz instead of 1.98.
+// times (of the head's products their mean) on an H100 SXM (dev/RESULTS.md), which in such a step takes all of its
+// 700 W, and therefore runs at 1.4 to 1.6 GHz instead of 1.98.
 constexpr double kRowKernel = 0.9;
 constexpr Group kGroups[] = {
     {"block products", "^$", 600.0 / 798, "600 TFLOP/s, measured: cuBLASLt, and ours with epilogues"},
