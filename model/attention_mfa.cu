@@ -110,12 +110,13 @@ void backward(const BlockContext& b, const SubLayerParameters& p, const Slots& s
     block_linear_backward_weight(b, p.linears[kQkv], gradients[kQkvRows], inp);
 }
 
-// The latent's norm; rope; q, k, v -> heads. Backward: delta; dq; dk and dv (flash_attention.cu); rope; norm.
+// The latent's norm; rope; the attention. Backward: the attention; rope; norm.
 Elements elements(const Config& c) {
-    const double q = static_cast<double>(c.H * c.D), k = static_cast<double>(c.D), v = k, heads = q;
+    const double q = static_cast<double>(c.H * c.D), k = static_cast<double>(c.D), v = k;
     const double normed = static_cast<double>(c.q_rank), rope = 2 * (q + k);
-    return {.forward = 2 * normed + rope + (q + k + v + heads),
-            .backward = 3 * normed + 2 * heads + (3 * (q + k + v) + 2 * heads) + rope,
+    const Elements attended = attend_elements(q, k, v, q);
+    return {.forward = 2 * normed + rope + attended.forward,
+            .backward = 3 * normed + attended.backward + rope,
             .again = 2 * normed};
 }
 

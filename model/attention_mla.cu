@@ -175,15 +175,15 @@ void backward(const BlockContext& b, const SubLayerParameters& p, const Slots& s
     block_linear_backward_weight(b, p.linears[kQkv], gradients[kQkvRows], inp);
 }
 
-// Norms of latents; rope; the keys put together (latent_keys.cu); q, k, v -> heads. Backward: delta; dq; dk and dv
-// (flash_attention.cu), and the others again.
+// Norms of latents; rope; the keys put together (latent_keys.cu); the attention. Backward: the attention; the others.
 Elements elements(const Config& c) {
-    const double q = static_cast<double>(c.H * c.D), k = q, v = static_cast<double>(c.H * c.D_v), heads = v;
+    const double q = static_cast<double>(c.H * c.D), k = q, v = static_cast<double>(c.H * c.D_v);
     const double normed = static_cast<double>(c.q_rank + c.kv_rank);
     const double rope = 2 * static_cast<double>((c.H + 1) * c.D_rope);
     const double keys = k - static_cast<double>(c.H * c.D_rope) + k;
-    return {.forward = 2 * normed + rope + keys + (q + k + v + heads),
-            .backward = 3 * normed + 2 * heads + (3 * (q + k + v) + 2 * heads) + rope + keys,
+    const Elements attended = attend_elements(q, k, v, v);
+    return {.forward = 2 * normed + rope + keys + attended.forward,
+            .backward = 3 * normed + attended.backward + rope + keys,
             .again = 2 * normed + keys};
 }
 

@@ -282,6 +282,12 @@ inline void attend_backward(const BlockContext& b, const Linear& out_linear, con
     }
     block_linear_backward_weight(b, out_linear, dout, rows);  // it uses the same scratch
 }
+// What both read and write for a token, whose queries, keys, values and heads have this many columns. Forward: q, k, v
+// -> heads. Backward: delta, of heads and their gradient; dq, and dk with dv, each of q, k, v and the heads' gradient
+// (flash_attention.cu).
+inline Elements attend_elements(double q, double k, double v, double heads) {
+    return {.forward = q + k + v + heads, .backward = 2 * heads + 3 * (q + k + v) + 2 * heads};
+}
 // Keys and values to their pages, and the attention over all that is there: of GQA, and of MFA with one key head.
 inline void attend_to_cache(const BlockContext& b, const SubLayerParameters& p, const HeadColumns& out,
                             const QkvHeads& heads) {
