@@ -79,7 +79,8 @@ template <class T, int n>
 __global__ void embedding_forward_kernel(T* out, const int32_t* tokens, const int32_t* positions, const T* wte,
                                          const T* wpe, int64_t T_length, int64_t C, int64_t n_rows,
                                          int64_t n_positions) {
-    const int64_t i = blockIdx.x, token = tokens[i], p = positions ? positions[i] : i % T_length;
+    const int64_t i = blockIdx.x, token = tokens[i];
+    const int64_t p = positions ? positions[i] : wpe ? i % T_length : 0;  // a division takes as long as many copies
     if (token < -1 || token >= n_rows || p < 0 || (wpe && p >= n_positions)) __trap();
     for (int64_t c = threadIdx.x * n; c < C; c += blockDim.x * n) {
         float x[n] = {}, position[n];
@@ -392,7 +393,8 @@ void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tensor wte, 
     dispatch_chunks(out.dtype, C, [&](auto zero) {
         using Chunk = decltype(zero);
         using T = typename Chunk::Element;
-        embedding_forward_kernel<T, Chunk::n><<<n_places, kBlock, 0, stream>>>(
+        const auto threads = static_cast<unsigned>(std::min<int64_t>(kBlock, ceil_div(C, Chunk::n)));
+        embedding_forward_kernel<T, Chunk::n><<<n_places, threads, 0, stream>>>(
             out.ptr<T>(), tokens.ptr<int32_t>(), positions ? positions.ptr<int32_t>() : nullptr, wte.ptr<T>(),
             wpe ? wpe.ptr<T>() : nullptr, T_length, C, wte.shape[0], wpe ? wpe.shape[0] : 0);
     });
