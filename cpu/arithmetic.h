@@ -26,6 +26,8 @@ struct Floats : Numbers {
     static void with_elements(const Matrix& matrix, F&& f) {
         matrix.with_elements(f);
     }
+    // Columns of which word l is at [l]: they need no copy.
+    static bool in_place(const Matrix& b) { return b.type == CUDA_R_32F && b.row_stride == 1; }
 };
 
 // The same for instructions that add two products of bf16 numbers to a sum: a word is a pair of numbers, that with the
@@ -51,6 +53,7 @@ struct Pairs {
     static void with_elements(const Matrix& matrix, F&& f) {
         f(reinterpret_cast<const __nv_bfloat16*>(matrix.data));
     }
+    static bool in_place(const Matrix& /*b*/) { return false; }
 };
 
 // Products of floats again, for bf16 matrices and few_columns.h: a word of A is a pair, so that half as many words are

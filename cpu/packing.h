@@ -80,13 +80,19 @@ void pack(const T* from, int64_t line_stride, int64_t k_stride, int64_t count, i
     if (line_stride == 1) {
         // All slivers of a row at once: as it lies in memory.
         const int64_t whole = count / sliver * sliver;
-        for (int64_t l = 0; l * Arithmetic::terms < k; ++l) {
-            float* const out = to + l * sliver;
+        int64_t l = 0;
+        // Where a sliver is half a vector, two of its words: whole cache lines are written.
+        if constexpr (2 * sliver == width && Arithmetic::terms == 1 && requires { load(from, from); })
+            for (; l + 2 <= k; l += 2)
+                for (int64_t first = 0; first < whole; first += sliver) {
+                    const T* const at = from + l * k_stride + first;
+                    store(to + first * length + l * sliver, load(at, at + k_stride));
+                }
+        for (; l * Arithmetic::terms < k; ++l)
             for (int64_t first = 0; first < whole; first += sliver)
-                pack_row<Arithmetic, sliver>(from + first, k_stride, sliver, k, l, out + first * length);
-            if (whole < count)
-                pack_row<Arithmetic, sliver>(from + whole, k_stride, count - whole, k, l, out + whole * length);
-        }
+                pack_row<Arithmetic, sliver>(from + first, k_stride, sliver, k, l, to + first * length + l * sliver);
+        for (l = 0; whole < count && l * Arithmetic::terms < k; ++l)
+            pack_row<Arithmetic, sliver>(from + whole, k_stride, count - whole, k, l, to + whole * length + l * sliver);
         return;
     }
     // Otherwise each line is contiguous, and `width` lines at a time are transposed in registers.
