@@ -56,19 +56,21 @@ struct Tile {
                   kColumnSteps * kMColumns * kThreadsX == kD);
 
     static constexpr int kRowsFloats = kD * kPitch, kProbsFloats = kOthers * kPitch;
-    static constexpr int kOtherPitch = kD + 1;  // neighbouring others start in neighbouring banks
+    // GPU: neighbouring others start in neighbouring banks. CPU: whole cache lines.
+    static constexpr int kOtherPitch = kOnCpu ? kD : kD + 1;
     static constexpr int kOthersFloats = static_cast<int>(round_up(kOthers * kOtherPitch, 4));
     using Scores = float[kScoreSteps][kMScores][kR];
     using Columns = float[kColumnSteps][kMColumns][kR];
 };
 
 #if defined(CUDA_ON_CPU) && !defined(GPU_CHUNKS)
-// to[x * to_pitch + i] = from[i * from_pitch + x] for i < cuda_cpu::width and x < n, a multiple of that.
-inline void transpose_lines(float* to, int to_pitch, const float* from, int from_pitch, int n) {
+// to[x * to_pitch + i] = line(i)[x] for i < cuda_cpu::width and x < n, a multiple of that.
+template <class Line>
+inline void transpose_lines(float* to, int to_pitch, Line line, int n) {
     using namespace cuda_cpu;
     for (int x = 0; x < n; x += width) {
         Vector square[width];
-        load_transposed(square, [&](int i) { return from + i * from_pitch + x; });
+        load_transposed(square, [&](int i) { return line(i) + x; });
         for (int i = 0; i < width; ++i) store(to + (x + i) * to_pitch, square[i]);
     }
 }
@@ -194,14 +196,22 @@ __device__ __forceinline__ void share_scores(float* shared, const typename T::Sc
 template <class T, class Number>
 __device__ __forceinline__ void load_rows(float* to, const Number* head, int64_t stride, int n_rows, int D) {
 #if defined(CUDA_ON_CPU) && !defined(GPU_CHUNKS)
-    for (int first = 0; first < T::kRows; first += cuda_cpu::width) {
-        float lines[cuda_cpu::width][T::kD];
-        for (int i = 0; i < cuda_cpu::width; ++i) {
-            const Number* row = head + min(first + i, n_rows - 1) * stride;
-            for (int x = 0; x < D; ++x) lines[i][x] = to_float(row[x]);
-            for (int x = D; x < T::kD; ++x) lines[i][x] = 0.0f;
+    using namespace cuda_cpu;
+    for (int first = 0; first < T::kRows; first += width) {
+        const auto row = [&](int i) { return head + min(first + i, n_rows - 1) * stride; };
+        int whole = 0;  // columns that need no copy: vectors of numbers, all of which exist
+        if constexpr (requires { load(head); }) {
+            whole = D / width * width;
+            transpose_lines(to + first, T::kPitch, row, whole);
         }
-        transpose_lines(to + first, T::kPitch, lines[0], T::kD, T::kD);
+        if (whole == T::kD) continue;
+        float lines[width][T::kD];
+        for (int i = 0; i < width; ++i) {
+            for (int x = whole; x < D; ++x) lines[i][x - whole] = to_float(row(i)[x]);
+            for (int x = D; x < T::kD; ++x) lines[i][x - whole] = 0.0f;
+        }
+        const auto line = [&](int i) { return static_cast<const float*>(lines[i]); };
+        transpose_lines(to + whole * T::kPitch + first, T::kPitch, line, T::kD - whole);
     }
 #else
     for (int r = static_cast<int>(threadIdx.y); r < T::kRows; r += T::kThreadsY) {
@@ -214,12 +224,21 @@ __device__ __forceinline__ void load_rows(float* to, const Number* head, int64_t
 // n others, as they are: to[other][column].
 template <class T, class Number>
 __device__ __forceinline__ void load_others(float* to, const Number* head, int64_t stride, int n, int D) {
-    for (int j = kOnCpu ? 0 : static_cast<int>(threadIdx.y); j < n; j += T::kThreadsY) {
+    if constexpr (kOnCpu) {
+        constexpr int kN = kChunk<float>;
+        for (int j = 0; j < n; ++j)
+            for (int x = 0; x < T::kD; x += kN) {
+                float numbers[kN];
+                load_chunk(numbers, head + j * stride + x, D - x);
+                store_chunk(to + j * T::kOtherPitch + x, numbers, kN);
+            }
+        return;
+    }
+    for (int j = static_cast<int>(threadIdx.y); j < n; j += T::kThreadsY) {
         const Number* from = head + j * stride;
-        for (int x = kOnCpu ? 0 : static_cast<int>(threadIdx.x); x < D; x += T::kThreadsX)
+        for (int x = static_cast<int>(threadIdx.x); x < D; x += T::kThreadsX)
             to[j * T::kOtherPitch + x] = to_float(from[x]);
-        for (int x = D + (kOnCpu ? 0 : static_cast<int>(threadIdx.x)); x < T::kD; x += T::kThreadsX)
-            to[j * T::kOtherPitch + x] = 0.0f;
+        for (int x = D + static_cast<int>(threadIdx.x); x < T::kD; x += T::kThreadsX) to[j * T::kOtherPitch + x] = 0.0f;
     }
 }
 // row r of head = factor[r] * acc[:][r]
@@ -227,15 +246,18 @@ template <class T, class Number>
 __device__ __forceinline__ void store_rows(Number* head, int64_t stride, const typename T::Columns& acc,
                                            const float (&factor)[T::kR], int n_rows, int D) {
 #if defined(CUDA_ON_CPU) && !defined(GPU_CHUNKS)
-    for (int first = 0; first < n_rows; first += cuda_cpu::width) {
-        float lines[cuda_cpu::width][T::kD];
-        for (int c = 0; c < T::kD; c += cuda_cpu::width)
-            transpose_lines(&lines[0][c], T::kD, &acc[0][0][0] + c * T::kR + first, T::kR, cuda_cpu::width);
-        for (int i = 0; i < cuda_cpu::width && first + i < n_rows; ++i) {
-            Number* row = head + (first + i) * stride;
-            for (int x = 0; x < D; ++x) row[x] = from_float<Number>(lines[i][x] * factor[first + i]);
+    using namespace cuda_cpu;
+    for (int first = 0; first < n_rows; first += width)
+        for (int c = 0; c < D; c += width) {
+            float scaled[width][width], square[width][width];
+            for (int x = 0; x < width; ++x)
+                for (int i = 0; i < width; ++i)
+                    scaled[x][i] = (&acc[0][0][0])[(c + x) * T::kR + first + i] * factor[first + i];
+            transpose_lines(
+                square[0], width, [&](int x) { return static_cast<const float*>(scaled[x]); }, width);
+            for (int i = 0; i < width && first + i < n_rows; ++i)
+                store_chunk(head + (first + i) * stride + c, square[i], D - c);
         }
-    }
 #else
     for (int r = 0; r < T::kR && first_row<T>() + r < n_rows; ++r) {
         Number* row = head + (first_row<T>() + r) * stride;

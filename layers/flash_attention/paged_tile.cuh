@@ -150,7 +150,8 @@ void load_keys(float* tile, const Pool<Stored>& pool, const int64_t* rows, int n
             float lines[width][kN];  // behind the last key: the last key again, whose scores are not used
             for (int i = 0; i < width; ++i)
                 load_cached(lines[i], pool, rows[min(j + i, n_keys - 1)], x0 + x, x0 + n, s);
-            transpose_lines(tile + x * kKeys + j, kKeys, lines[0], kN, kN);
+            transpose_lines(
+                tile + x * kKeys + j, kKeys, [&](int i) { return static_cast<const float*>(lines[i]); }, kN);
         }
 }
 #else
