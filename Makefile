@@ -95,6 +95,11 @@ EMULATED_FLAGS := -O2
 # (float32 and bf16, AMD EPYC with AVX2).
 LAYERS       := layers/%
 LAYERS_FLAGS := -fno-tree-loop-distribute-patterns
+# And where the processor has vectors of 512 bits, as a product uses, these: g++ takes 256 bits by itself. Kernels with an exponential
+# take a third less time with them (Xeon, Cascade Lake).
+ifneq ($(findstring x86_64,$(shell $(CXX) -dumpmachine 2>/dev/null)),)
+  LAYERS_FLAGS += -mprefer-vector-width=512
+endif
 # Attention on CUDA cores: without these copies of loops and functions it takes three quarters of the time to compile, and
 # runs no slower.
 CORES       := layers/flash_attention/cores%
