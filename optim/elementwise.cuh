@@ -25,13 +25,15 @@ namespace {
 // A tile and its threads
 
 // Neighbours that a thread updates at once: 16 bytes of f32. On the CPU device one: there the threads of a block are a
-// loop over consecutive elements, which g++ turns into SIMD.
-constexpr int kPack = kOnCpu ? 1 : 4;
+// loop over consecutive elements, which g++ turns into SIMD. It does not where a thread has several packs, so with
+// stochastic rounding a thread of the CPU device has chunks, whose own loops are SIMD (layers/chunk.cuh).
+template <class F>
+constexpr int kPack = !kOnCpu ? 4 : F::stochastic ? kChunk<float> : 1;
 // Threads that share a tile: a pack each, or with stochastic rounding the packs whose elements share draws of random
 // bits, kTileParts of them, kDrawStride elements apart. Blocks have 256 threads, so that several of them fit on a
 // multiprocessor of a GPU, and the others move data while one reads where its tile is.
 template <class F>
-constexpr int kTileThreads = (F::stochastic ? kDrawStride : kTileN) / kPack;
+constexpr int kTileThreads = (F::stochastic ? kDrawStride : kTileN) / kPack<F>;
 template <class F>
 constexpr int kTileParts = F::stochastic ? kDrawParts : 1;
 template <class F>
@@ -75,46 +77,51 @@ __device__ __forceinline__ bool is_behind(const TileHere& tile, unsigned k) {
 }
 // Those of the pack from element k on that are the tile's; and are they moved in one access? Parameters that are parts
 // of one product, q, k and v for example, may begin anywhere.
+template <int kN>
 struct PackEnd {
-    int n = kPack;
+    int n = kN;
     bool at_once = true;
     __device__ __forceinline__ PackEnd(const TileHere& tile, unsigned k) {
-        if constexpr (kPack > 1) {
-            n = min(kPack, tile.n - static_cast<int>(k));
-            at_once = n == kPack && (tile.values | tile.copy | tile.grads | tile.state) % kPack == 0;
+        if constexpr (kN > 1) {
+            n = min(kN, tile.n - static_cast<int>(k));
+            at_once = n == kN && (kOnCpu || (tile.values | tile.copy | tile.grads | tile.state) % kN == 0);
         }
     }
 };
-// The launch's part of an array may begin anywhere, too: a shard of ZeRO does. It is made to begin up to kPack - 1
-// elements earlier, with a whole pack, and a tile's place in it is a multiple of kPack where its address is one.
-template <class T>
+// The launch's part of an array may begin anywhere, too: a shard of ZeRO does. It is made to begin up to kN - 1
+// elements earlier, with a whole pack, and a tile's place in it is a multiple of kN where its address is one.
+template <int kN, class T>
 T* from_whole_pack(T* first, int64_t& origin) {
-    const int64_t n = static_cast<int64_t>(reinterpret_cast<uintptr_t>(first) / sizeof(T) % kPack);
+    const int64_t n = static_cast<int64_t>(reinterpret_cast<uintptr_t>(first) / sizeof(T) % kN);
     origin -= n;
     return first - n;
 }
-template <class T>
-__device__ __forceinline__ void load_pack(float (&x)[kPack], const T* from, const PackEnd& end) {
-    if constexpr (kPack == 1) {
+template <int kN, class T>
+__device__ __forceinline__ void load_pack(float (&x)[kN], const T* from, const PackEnd<kN>& end) {
+    if constexpr (kN == 1) {
         x[0] = to_float(*from);
+    } else if constexpr (kOnCpu) {
+        load_chunk(x, from, end.n);
     } else if (end.at_once) {
-        const Packed<T, kPack> pack = load_packed<T, kPack>(from);
-        for (int l = 0; l < kPack; ++l) x[l] = to_float(pack.v[l]);
+        const Packed<T, kN> pack = load_packed<T, kN>(from);
+        for (int l = 0; l < kN; ++l) x[l] = to_float(pack.v[l]);
     } else {
-        for (int l = 0; l < kPack; ++l) x[l] = l < end.n ? to_float(from[l]) : 0.0f;
+        for (int l = 0; l < kN; ++l) x[l] = l < end.n ? to_float(from[l]) : 0.0f;
     }
 }
-template <class T>
-__device__ __forceinline__ void store_pack(T* to, const T (&x)[kPack], const PackEnd& end) {
-    if constexpr (kPack == 1) {
+template <int kN, class T>
+__device__ __forceinline__ void store_pack(T* to, const T (&x)[kN], const PackEnd<kN>& end) {
+    if constexpr (kN == 1) {
         *to = x[0];
-    } else if (end.at_once) {
-        Packed<T, kPack> pack;
-        for (int l = 0; l < kPack; ++l) pack.v[l] = x[l];
-        store_packed(to, pack);
-    } else {
-        for (int l = 0; l < kPack; ++l)
+    } else if (!end.at_once) {
+        for (int l = 0; l < kN; ++l)
             if (l < end.n) to[l] = x[l];
+    } else if constexpr (kOnCpu) {
+        for (int l = 0; l < kN; ++l) to[l] = x[l];
+    } else {
+        Packed<T, kN> pack;
+        for (int l = 0; l < kN; ++l) pack.v[l] = x[l];
+        store_packed(to, pack);
     }
 }
 
@@ -126,35 +133,42 @@ struct TileDraws {
     const F& format;
     const Tile& entry;
     bool is_whole = true;
-    Philox draws[kPack] = {};
+    Philox draws[kPack<F>] = {};
     __device__ __forceinline__ TileDraws(const F& its_format, const Tile& its_entry)
         : format(its_format), entry(its_entry) {
         if constexpr (F::stochastic) {
             const int64_t first = entry.place.first + entry.element;
             is_whole = entry.place.skip == 0 && entry.place.group_skip == 0 && first % kTileN == 0;
-            const int64_t draw = first / kDrawParts + threadIdx.x * kPack;
-            for (int l = 0; is_whole && l < kPack; ++l) draws[l] = draw_of(format.seed, entry.key, format.t, draw + l);
+            const int64_t draw = first / kDrawParts + threadIdx.x * kPack<F>;
+            if (!is_whole) return;
+            for (int l = 0; l < kPack<F>; ++l) draws[l] = draw_of(format.seed, entry.key, format.t, draw + l);
         }
     }
-    // Of element l of the pack from element k of the tile on.
-    __device__ __forceinline__ uint32_t bits(int part, unsigned k, int l) const {
-        if constexpr (!F::stochastic) return 0;
-        if (is_whole) return part_of(draws[l], part);
-        return format.random_bits(entry.key, entry.place.of(entry.element + k + l));
+    // Of the pack from element k of the tile on.
+    __device__ __forceinline__ void bits(uint32_t (&random)[kPack<F>], int part, unsigned k) const {
+        if (is_whole) {
+            for (int l = 0; l < kPack<F>; ++l) random[l] = part_of(draws[l], part);
+        } else {
+            for (int l = 0; l < kPack<F>; ++l)
+                random[l] = format.random_bits(entry.key, entry.place.of(entry.element + k + l));
+        }
     }
 };
 
 // The new weights of the pack from element k of the tile on.
 template <class F>
 __device__ __forceinline__ void store_weights(typename F::Value* values, typename F::Copy* copy,
-                                              const float (&w)[kPack], const TileHere& tile, const TileDraws<F>& draws,
-                                              int part, unsigned k, const PackEnd& end) {
-    typename F::Value rounded[kPack];
-    for (int l = 0; l < kPack; ++l) rounded[l] = draws.format.rounded(w[l], draws.bits(part, k, l));
+                                              const float (&w)[kPack<F>], const TileHere& tile,
+                                              const TileDraws<F>& draws, int part, unsigned k,
+                                              const PackEnd<kPack<F>>& end) {
+    typename F::Value rounded[kPack<F>];
+    uint32_t random[kPack<F>] = {};
+    if constexpr (F::stochastic) draws.bits(random, part, k);
+    for (int l = 0; l < kPack<F>; ++l) rounded[l] = draws.format.rounded(w[l], random[l]);
     store_pack(values + (tile.values + k), rounded, end);
     if constexpr (F::has_copy) {
-        typename F::Copy copied[kPack];
-        for (int l = 0; l < kPack; ++l) copied[l] = from_float<typename F::Copy>(w[l]);
+        typename F::Copy copied[kPack<F>];
+        for (int l = 0; l < kPack<F>; ++l) copied[l] = from_float<typename F::Copy>(w[l]);
         store_pack(copy + (tile.copy + k), copied, end);
     }
 }
@@ -182,15 +196,15 @@ __device__ __forceinline__ void update_tile(typename F::Value* __restrict__ valu
     const TileDraws<F> draws(format, tile.entry);
     for (int part = 0; part < kTileParts<F>; ++part) {
         const unsigned k =
-            static_cast<unsigned>(part * kDrawStride) + threadIdx.x * kPack;  // first element, in the tile
+            static_cast<unsigned>(part * kDrawStride) + threadIdx.x * kPack<F>;  // first element, in the tile
         if (is_behind(tile, k)) return;
-        const PackEnd end(tile, k);
-        float g[kPack], w[kPack], a[kPack], b[kPack];
+        const PackEnd<kPack<F>> end(tile, k);
+        float g[kPack<F>], w[kPack<F>], a[kPack<F>], b[kPack<F>];
         load_pack(g, grads + (tile.grads + k), end);
         load_pack(w, values + (tile.values + k), end);
         if constexpr (n_states > 0) load_pack(a, as + (tile.state + k), end);
         if constexpr (n_states > 1) load_pack(b, bs + (tile.state + k), end);
-        for (int l = 0; l < kPack; ++l) {
+        for (int l = 0; l < kPack<F>; ++l) {
             const float scaled = scale * g[l];
             if constexpr (n_states == 0) w[l] = update(w[l], scaled, tile.decay);
             else if constexpr (n_states == 1) w[l] = update(w[l], scaled, tile.decay, a[l]);
@@ -241,7 +255,7 @@ template <class F, class G>
 LaunchCost update_cost(int64_t n, int64_t n_tiles, int64_t n_states) {
     // Of an entry of the table: places, n and decay; with random numbers also the element's. For packs of several
     // elements all places, also of arrays that are not there (PackEnd).
-    const int64_t places = kPack > 1 ? 4 : 2 + F::has_copy + (n_states > 0);
+    const int64_t places = kPack<F> > 1 ? 4 : 2 + F::has_copy + (n_states > 0);
     const int64_t entry = 8 * places + 8 + (F::stochastic ? 32 : 0);
     const int64_t both = static_cast<int64_t>(sizeof(typename F::Value)) + 4 * n_states;
     return {.reads = n * (both + static_cast<int64_t>(sizeof(G))) + n_tiles * entry + 4,
@@ -295,9 +309,9 @@ class Elementwise final : public Optimizer {
         dispatch_weights(Update::kName, weights, grads.dtype, t, [&](auto format, auto grad_zero) {
             using F = decltype(format);
             using G = decltype(grad_zero);
-            auto* const values = from_whole_pack(part.weights.values.ptr<typename F::Value>(), origin.values);
-            auto* const copy = from_whole_pack(copy_of<F>(part.weights), origin.copy);
-            const G* const its_grads = from_whole_pack(part.grads.ptr<G>(), origin.grads);
+            auto* const values = from_whole_pack<kPack<F>>(part.weights.values.ptr<typename F::Value>(), origin.values);
+            auto* const copy = from_whole_pack<kPack<F>>(copy_of<F>(part.weights), origin.copy);
+            const G* const its_grads = from_whole_pack<kPack<F>>(part.grads.ptr<G>(), origin.grads);
             Launch::template launch<F, G>(
                 n_tiles, stream, values, copy, state(0, origin.state, state_n), state(1, origin.state, state_n),
                 its_grads, static_cast<const float*>(norm_scale.ptr<float>()),
