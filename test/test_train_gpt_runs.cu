@@ -420,6 +420,26 @@ TEST_CASE("a token shard that is shortened while a run reads it is one clear lin
     CHECK(slurp(folder / "err") == "a file that was being read has been shortened by another program\n");
 }
 
+TEST_CASE("ids beyond the vocabulary that are written into a shard while a run reads it are one clear line",
+          "[program][train_gpt]") {
+    const TempFolder folder;
+    const int32_t header[256] = {20240520, 1, 4096};
+    std::string shard(sizeof header + 2 * 4096, '\0');
+    std::memcpy(shard.data(), header, sizeof header);
+    spit(folder / "tokens.bin", shard);
+    const Outcome outcome = with_background(
+        folder,
+        concat("exec ", program_path("train_gpt"), kUntimed, " --data ", folder / "tokens.bin", kSmall,
+               "--steps 1000000 --val-every 0 --out ", folder / "run"),
+        concat("await 'step  *2/' out; yes | dd of=", folder / "tokens.bin",
+               " bs=1 seek=1024 count=8192 conv=notrunc 2> ", folder / "dd", "; wait $pid; echo status $?"));
+    CHECK(outcome.out == "status 2\n");
+    const std::string err = slurp(folder / "err");
+    INFO(err);
+    CHECK(one_line_with(err.substr(0, err.size() - 1), "of " + folder / "tokens.bin", "token id 2681",  // "y\n"
+                        "beyond the model's vocabulary of 256", "another program has written into the file"));
+}
+
 TEST_CASE("the command that continues a run is whole", "[program][train_gpt]") {
     const TempFolder folder;
     const std::string program = program_path("train_gpt"), file = program_file("train_gpt"), run = folder / "a run";

@@ -42,12 +42,22 @@ void read_documents(const Trainer& t, const BatchReader& data, int64_t sequence,
     take_own(t, positions, whole);
 }
 
+// The ids of all data have been compared with the vocabulary before the run began. But a token shard is mapped, not
+// copied: what another program writes into the file is read as well, and a kernel can only stop the whole process.
+void read_checked(const Trainer& t, const BatchReader& data, int64_t sequence, int32_t* tokens, int32_t* targets) {
+    data.sequence(sequence, tokens, targets);
+    const int32_t largest = std::max(tokens[0], *std::max_element(targets, targets + t.options.seq));
+    check(largest < t.config.V, data.describe(sequence), ": holds token id ", largest,
+          ", beyond the model's vocabulary of ", t.config.V,
+          ": another program has written into the file since the run began");
+}
+
 }  // namespace
 
 void read_sequence(const Trainer& t, const BatchReader& data, int64_t sequence, int64_t row) {
-    if (!t.context_parallel) return data.sequence(sequence, t.tokens_of(row), t.targets_of(row));
+    if (!t.context_parallel) return read_checked(t, data, sequence, t.tokens_of(row), t.targets_of(row));
     std::vector<int32_t> tokens(static_cast<size_t>(t.options.seq)), targets(tokens.size());
-    data.sequence(sequence, tokens.data(), targets.data());
+    read_checked(t, data, sequence, tokens.data(), targets.data());
     take_own(t, t.tokens_of(row), tokens);
     take_own(t, t.targets_of(row), targets);
 }
