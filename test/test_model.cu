@@ -764,6 +764,14 @@ TEST_CASE("a model that does not fit together is refused", "[model]") {
     CHECK_THROWS_WITH(load_config("gpt5"), ContainsSubstring("use one of tiny, gpt2"));
     Arena a("a"), b("b"), d("d");
     CHECK_THROWS_WITH(build_model(small_gpt2(), {}, 41, a, b, d), ContainsSubstring("longer than the 40 positions"));
+    c = small_llama();
+    c.C = 8192;
+    CHECK(config_of_rank(c, {}).C == 8192);
+    c.C = 8256;
+    CHECK_THROWS_WITH(build_model(c, {}, 16, a, b, d),
+                      ContainsSubstring("hidden_size 8256: norms take rows of at most"));
+    c.C = 64, c.kv_rank = 8256;
+    CHECK_THROWS_WITH(config_of_rank(c, {}), ContainsSubstring("a latent of 8256"));
 }
 
 // As a step on Hopper computes it, with products of ours, and as cuBLASLt's products and kernels behind them do: what
