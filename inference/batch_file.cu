@@ -44,7 +44,9 @@ class Fields {
     // False if it is not there.
     template <class T>
     bool read(const char* name, T& to) {
-        const char* const expected = std::is_integral_v<T>                         ? "a whole number"
+        const char* const expected = std::is_same_v<T, bool>                       ? "true or false"
+                                     : std::is_same_v<T, uint64_t>                 ? "a whole number from 0 to 2^64 - 1"
+                                     : std::is_integral_v<T>                       ? "a whole number of at most 64 bits"
                                      : std::is_floating_point_v<T>                 ? "a number"
                                      : std::is_same_v<T, std::string>              ? "a string"
                                      : std::is_same_v<T, std::vector<std::string>> ? "a list of strings"

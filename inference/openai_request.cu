@@ -23,6 +23,8 @@ std::string shown(const Json::Value& value) {
     return text.size() <= 60 ? text : text.substr(0, 57) + "...";
 }
 
+const char* const kWhole = "a whole number of at most 64 bits";
+
 // The fields of an object. One that is null is as if it were not there.
 class Fields {
   public:
@@ -65,14 +67,14 @@ class Fields {
 void read_sampling(Fields& fields, bool has_seed, SamplingOptions& s) {
     fields.read("temperature", s.temperature, "a number");
     fields.read("top_p", s.top_p, "a number");
-    fields.read("top_k", s.top_k, "a whole number");
+    fields.read("top_k", s.top_k, kWhole);
     fields.read("min_p", s.min_p, "a number");
     fields.read("repetition_penalty", s.repetition_penalty, "a number");
     fields.read("presence_penalty", s.presence_penalty, "a number");
     fields.read("frequency_penalty", s.frequency_penalty, "a number");
     int64_t seed = 0;
     static thread_local std::mt19937_64 random{std::random_device{}()};
-    if (fields.read("seed", seed, "a whole number")) s.seed = static_cast<uint64_t>(seed);
+    if (fields.read("seed", seed, kWhole)) s.seed = static_cast<uint64_t>(seed);
     else if (!has_seed) s.seed = random();
     const Json::Value* bias = fields.find("logit_bias");
     try {
@@ -83,11 +85,11 @@ void read_sampling(Fields& fields, bool has_seed, SamplingOptions& s) {
 }
 
 void read_logprobs(Fields& fields, bool chat, SamplingOptions& s) {
-    if (!chat) return void(fields.read("logprobs", s.logprobs, "a whole number"));
+    if (!chat) return void(fields.read("logprobs", s.logprobs, kWhole));
     bool wanted = false;
     int64_t top = 0;
     const bool given = fields.read("logprobs", wanted, "true or false");
-    if (fields.read("top_logprobs", top, "a whole number") && !wanted)
+    if (fields.read("top_logprobs", top, kWhole) && !wanted)
         refuse("top_logprobs", "\"top_logprobs\" needs \"logprobs\": true");
     if (top < 0 || top > kMostLogprobs)
         refuse("top_logprobs", concat("\"top_logprobs\" is ", top, ": it must be from 0 to ", kMostLogprobs));
@@ -97,13 +99,12 @@ void read_logprobs(Fields& fields, bool chat, SamplingOptions& s) {
 // How many answers, how long, and where they end.
 // length: the field that says how long, or "".
 void read_ends(Fields& fields, const ServedModel& served, bool chat, TextRequest& request, std::string& length) {
-    if (fields.read("max_tokens", request.max_tokens, "a whole number")) length = "max_tokens";
-    if (chat && fields.read("max_completion_tokens", request.max_tokens, "a whole number"))
-        length = "max_completion_tokens";
+    if (fields.read("max_tokens", request.max_tokens, kWhole)) length = "max_tokens";
+    if (chat && fields.read("max_completion_tokens", request.max_tokens, kWhole)) length = "max_completion_tokens";
     if (request.max_tokens < (request.scores_prompt ? 0 : 1))
         refuse(length, concat("an answer of ", request.max_tokens, " tokens: ask for at least 1",
                               chat ? "" : ", or for 0 with \"echo\" and \"logprobs\""));
-    fields.read("n", request.n, "a whole number");
+    fields.read("n", request.n, kWhole);
     const int64_t most = served.options.engine.scheduler.most_answers();
     if (request.n < 1 || request.n > most)
         refuse("n", concat(request.n, " answers: ask for 1 to ", most, " (--max-sequences, --step-tokens)"));

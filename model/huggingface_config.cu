@@ -65,10 +65,10 @@ class ConfigReader {
         check(has(object, key), path_, ": \"", key, "\" is missing");
         const Json::Value& number = member(object, key);
         int64_t value = 0;
-        check(is_whole(number) && read_value(number, value), path_, ": \"", key, "\" is not a whole number");
         // Sizes are multiplied by each other in 64 bits: of two at a time here, and of more after check_config().
         constexpr int64_t most = std::numeric_limits<int32_t>::max();
-        check(value > 0 && value <= most, path_, ": \"", key, "\" is ", value, ", expected 1 to ", most);
+        check(is_whole(number) && read_value(number, value) && value > 0 && value <= most, path_, ": \"", key, "\" is ",
+              JsonText(number).str(), ", expected a whole number from 1 to ", most);
         return value;
     }
     int64_t integer(const char* key) const { return integer(object_, key); }

@@ -196,7 +196,8 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
              "{\"id\": true, \"prompt\": \"a\"}\n{\"id\": [1], \"prompt\": \"a\"}\n{\"id\": {}, \"prompt\": \"a\"}\n" +
              "{\"prompt\": \"a\", \"prompt_logprobs\": true}\n{\"prompt\": \"a\", \"tokens\": 0}\n" +
              "{\"prompt\": \"a\", \"samples\": 1000}\n{\"prompt\": \"a\", \"samples\": 0}\n" +
-             "{\"prompt\": \"a\", \"prompt_ids\": [1]}\n");
+             "{\"prompt\": \"a\", \"prompt_ids\": [1]}\n{\"prompt\": \"a\", \"tokens\": 99999999999999999999}\n" +
+             "{\"prompt\": \"a\", \"seed\": -1}\n{\"prompt\": \"a\", \"prompt_logprobs\": 1}\n");
     const Outcome refused = generate(call);
     CHECK(refused.status == 1);
     CHECK(slurp(out) == whole);
@@ -214,7 +215,10 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
     CHECK_THAT(refused.err, ContainsSubstring("line 16: 1000 answers to a prompt"));
     CHECK_THAT(refused.err, ContainsSubstring("line 17: an answer has at least one token"));
     CHECK_THAT(refused.err, ContainsSubstring("line 18: give \"prompt\" or \"prompt_ids\", one of them"));
-    CHECK_THAT(refused.out, ContainsSubstring("0 answers, 3 requests done before, 14 refused; 0 prompt tokens"));
+    CHECK_THAT(refused.err, ContainsSubstring("line 19: \"tokens\" is 1e+20: expected a whole number of at most 64"));
+    CHECK_THAT(refused.err, ContainsSubstring("line 20: \"seed\" is -1: expected a whole number from 0 to 2^64 - 1"));
+    CHECK_THAT(refused.err, ContainsSubstring("line 21: \"prompt_logprobs\" is 1: expected true or false"));
+    CHECK_THAT(refused.out, ContainsSubstring("0 answers, 3 requests done before, 17 refused; 0 prompt tokens"));
     // Beams are not drawn.
     spit(in, "{\"prompt\": \"a\", \"tokens\": 2}\n{\"prompt\": \"a\", \"temperature\": 1}\n");
     const Outcome beams = generate("--beams 2 --batch " + in + " --out " + (folder / "beams"));

@@ -671,7 +671,7 @@ TEST_CASE("configurations of transformers: what is not supported is said", "[mod
     // Sizes that are possible one by one, and not together: 64 bits do not hold what follows from them, or the host the
     // lists of the layers.
     CHECK_THROWS_WITH(load("gpt2", "\"n_inner\": null", "\"n_inner\": 2147483648"),
-                      ContainsSubstring("\"n_inner\" is 2147483648, expected 1 to 2147483647"));
+                      ContainsSubstring("\"n_inner\" is 2147483648, expected a whole number from 1 to 2147483647"));
     CHECK_THROWS_WITH(
         load("gpt2", "\"n_inner\": null,\n  \"n_layer\": 2", "\"n_inner\": 2147483647,\n  \"n_layer\": 65536"),
         ContainsSubstring("2^50 parameters"));

@@ -427,6 +427,8 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     refused(post(R"({"prompt": "a", "temperature": -1})"), 400, "temperature is -1", "temperature");
     refused(post(R"({"prompt": "a", "top_k": -1})"), 400, "top_k is -1", "top_k");
     refused(post(R"({"prompt": "a", "max_tokens": 1.5})"), 400, "expected a whole number", "max_tokens");
+    refused(post(R"({"prompt": "a", "max_tokens": 99999999999999999999})"), 400, "a whole number of at most 64 bits",
+            "max_tokens");
     refused(post(R"({"prompt": "a", "max_tokens": 0})"), 400, "at least 1", "max_tokens");
     refused(post(R"({"prompt": "a", "n": 100})"), 400, "1 to 64", "n");
     std::string prompts = "[1]";  // more than could ever run and wait: no status that says "try again"
