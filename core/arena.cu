@@ -32,6 +32,12 @@ Arena::~Arena() {
 
 Tensor Arena::take(const std::string& what, DType dtype, std::initializer_list<int64_t> dims) {
     Tensor tensor = make_tensor(nullptr, dtype, dims);
+    // In floating point: 64 bits may hold neither the product of the sizes nor the sum. 2^60, so that they hold the sum
+    // of several arenas.
+    double wanted = static_cast<double>(dtype_bytes(dtype));
+    for (const int64_t dim : dims) wanted *= static_cast<double>(dim);
+    check(static_cast<double>(used_bytes_) + wanted <= 0x1p60, name_, ": with ", what, " of ", wanted,
+          " bytes they would be more than 2^60 bytes: is one of the model's or of the batch's sizes wrong?");
     const size_t bytes = static_cast<size_t>(round_up(static_cast<int64_t>(tensor.bytes()), kAlignment));
     const size_t offset = used_bytes_;
     used_bytes_ += bytes;

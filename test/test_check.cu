@@ -85,6 +85,15 @@ TEST_CASE("of a long value the message of a check has the beginning and the end"
         CHECK(one_line_with(error_of([&] { fail(before + two_bytes_each); }), "é ... é"));
 }
 
+TEST_CASE("an arena refuses bytes that 64 bits do not hold, in one tensor or in all", "[check]") {
+    Arena arena("activations");
+    CHECK_THROWS_WITH(arena.take("rows", DType::f32, {int64_t{1} << 40, int64_t{1} << 30}),
+                      ContainsSubstring("activations: with rows of ") && ContainsSubstring("more than 2^60 bytes"));
+    for (int i = 0; i < 4; ++i) arena.take("rows", DType::i8, {int64_t{1} << 58});
+    CHECK(arena.bytes() == size_t{1} << 60);
+    CHECK_THROWS_WITH(arena.take("rows", DType::i8, {1 << 20}), ContainsSubstring("more than 2^60 bytes"));
+}
+
 TEST_CASE("an arena has the most that it was asked for at a time, and no more", "[check]") {
     Arena arena("toy");
     const auto take = [&] {
