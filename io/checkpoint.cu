@@ -3,6 +3,7 @@
 // rename() is atomic: before it the folder has its temporary name and no reader looks at it; after it everything in it
 // has been fsynced. Older checkpoints are removed only when the new one is in place.
 #include "io/io.h"
+#include "io/list_folder.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -54,10 +55,8 @@ CheckpointWriter::CheckpointWriter(const std::string& run_folder, int64_t step)
     : run_folder_(run_folder), parent_(checkpoints_folder(run_folder)),
       temporary_(parent_ + "/" + step_name(step) + ".tmp"), final_(parent_ + "/" + step_name(step)) {
     make_folder(parent_);
-    std::vector<std::string> leftovers;
-    for (const auto& entry : fs::directory_iterator(parent_))
-        if (entry.path().extension() == ".tmp") leftovers.push_back(entry.path().string());
-    for (const std::string& leftover : leftovers) remove_folder(leftover);
+    for (const fs::path& path : list_folder(parent_))
+        if (path.extension() == ".tmp") remove_folder(path.string());  // a leftover
     make_folder(temporary_);
 }
 

@@ -13,6 +13,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <csignal>
 #include <cstdio>
@@ -23,6 +24,7 @@
 #include <new>
 
 #include "io/io.h"
+#include "io/list_folder.h"
 
 namespace {
 
@@ -211,6 +213,17 @@ bool is_there(const std::string& path) {
 bool is_folder(const std::string& path) {
     std::error_code ignored;
     return std::filesystem::is_directory(path, ignored);
+}
+
+std::vector<std::filesystem::path> list_folder(const std::string& folder) {
+    std::vector<std::filesystem::path> paths;
+    std::error_code error;
+    std::filesystem::directory_iterator entry(folder, error);
+    for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error))
+        paths.push_back(entry->path());
+    check(!error, "cannot read folder ", folder, ": ", error.message());
+    std::sort(paths.begin(), paths.end());
+    return paths;
 }
 
 void sync_folder(const std::string& path) {

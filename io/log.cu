@@ -15,6 +15,7 @@
 #include <filesystem>
 
 #include "io/io.h"
+#include "io/list_folder.h"
 
 static_assert(std::endian::native == std::endian::little, "event files are little-endian");
 
@@ -191,8 +192,8 @@ std::string record(const std::string& event) {
 // after the run it continues, even if both start in the same second or the clock was set back.
 int64_t time_for_name(const std::string& folder, const std::string& prefix) {
     int64_t time = std::time(nullptr);
-    for (const auto& entry : std::filesystem::directory_iterator(folder)) {
-        const std::string name = entry.path().filename().string();
+    for (const std::filesystem::path& path : list_folder(folder)) {
+        const std::string name = path.filename().string();
         int64_t other = 0;
         if (name.starts_with(prefix)) std::from_chars(name.data() + prefix.size(), name.data() + name.size(), other);
         if (other < 9'999'999'999) time = std::max(time, other + 1);  // ten digits: names stay sortable

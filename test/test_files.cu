@@ -17,6 +17,7 @@
 #include <thread>
 
 #include "io/io.h"
+#include "io/list_folder.h"
 #include "io/lock.h"
 #include "file_size_limit.h"
 #include "temp_folder.h"
@@ -433,4 +434,13 @@ TEST_CASE("make_folder makes parents and refuses a file") {
     CHECK(one_line_with(error_of([&] { make_folder(folder / "link/x"); }), folder / "link/x",
                         folder / "link" + " is a link to gone, which does not exist"));
     CHECK(one_line_with(error_of([&] { sync_folder(folder / "none"); }), folder / "none"));
+}
+
+TEST_CASE("a folder is listed by name, and one that cannot be read is one clear line") {
+    const TempFolder folder;
+    for (const char* name : {"b", "a", ".c"}) spit(folder / name, "");
+    CHECK(list_folder(folder.path) == std::vector<std::filesystem::path>{folder / ".c", folder / "a", folder / "b"});
+    CHECK(error_of([&] { list_folder(folder / "none"); }) ==
+          "cannot read folder " + folder / "none" + ": No such file or directory");
+    CHECK(error_of([&] { list_folder(folder / "a"); }) == "cannot read folder " + folder / "a" + ": Not a directory");
 }

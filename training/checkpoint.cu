@@ -18,6 +18,7 @@
 // Reading puts pieces together as the new run has cut them: any number of ranks, any stage.
 // Only compression's errors belong to a number of ranks, and to their parts of the model: with others they start at 0
 // again, and the run says so.
+#include "io/list_folder.h"
 #include "training/training.h"
 
 #include <algorithm>
@@ -143,10 +144,10 @@ const char* stored_dtype(DType dtype) {
 class SavedStates {
   public:
     explicit SavedStates(const std::string& folder) : folder_(folder) {
-        for (const auto& entry : std::filesystem::directory_iterator(folder)) {
-            const std::string file = entry.path().filename().string();
-            if (file.rfind("optimizer", 0) != 0 || entry.path().extension() != ".safetensors") continue;
-            files_.push_back(std::make_unique<SafetensorsReader>(entry.path().string()));
+        for (const std::filesystem::path& path : list_folder(folder)) {
+            const std::string file = path.filename().string();
+            if (file.rfind("optimizer", 0) != 0 || path.extension() != ".safetensors") continue;
+            files_.push_back(std::make_unique<SafetensorsReader>(path.string()));
             for (const auto& [name, stored] : files_.back()->tensors()) {
                 const size_t at = name.rfind('@');
                 Piece piece{0, stored.n(), stored.n(), &stored};
@@ -155,8 +156,8 @@ class SavedStates {
                     piece.first = std::strtoll(name.c_str() + at + 1, &end, 10);
                     if (*end == ':') piece.run = std::strtoll(end + 1, &end, 10);
                     if (*end == ':') piece.stride = std::strtoll(end + 1, &end, 10);
-                    check(*end == 0 && piece.first >= 0 && piece.run > 0 && piece.stride >= piece.run,
-                          entry.path().string(), ": '", name, "' names no place in its parameter");
+                    check(*end == 0 && piece.first >= 0 && piece.run > 0 && piece.stride >= piece.run, path.string(),
+                          ": '", name, "' names no place in its parameter");
                 }
                 pieces_[name.substr(0, at)].push_back(piece);
             }

@@ -5,6 +5,7 @@
 // so have state.json and config.json. Before a run resumes, all of them are compared: a broken checkpoint is named,
 // and the newest whole one before it takes its place.
 #include "io/json.h"
+#include "io/list_folder.h"
 #include "training/training.h"
 
 #include <cstdio>
@@ -84,8 +85,8 @@ void check_texts(const std::string& folder) {
     if (has(state, "config_checksum"))
         check(required<std::string>(state, "config_checksum") == checksum_of_config(folder), folder,
               "/config.json has changed since it was written: its checksum is different");
-    for (const auto& entry : std::filesystem::directory_iterator(folder))
-        if (entry.path().extension() == ".json") read_json_file(entry.path().string());  // tokenizer.json
+    for (const std::filesystem::path& path : list_folder(folder))
+        if (path.extension() == ".json") read_json_file(path.string());  // tokenizer.json
 }
 
 // What is wrong with a checkpoint; "" if it is whole.
@@ -93,12 +94,12 @@ std::string fault_of(const std::string& folder) {
     try {
         check_texts(folder);
         bool has_weights = false, has_states = false;
-        for (const auto& entry : std::filesystem::directory_iterator(folder)) {
-            if (entry.path().extension() != ".safetensors") continue;
-            const std::string file = entry.path().filename().string();
+        for (const std::filesystem::path& path : list_folder(folder)) {
+            if (path.extension() != ".safetensors") continue;
+            const std::string file = path.filename().string();
             has_weights |= file.starts_with("model"), has_states |= file.starts_with("optimizer");
             check_count(folder, file);
-            SafetensorsReader(entry.path().string()).verify();
+            SafetensorsReader(path.string()).verify();
         }
         check(has_weights && has_states, folder, " holds no ", has_weights ? "optimizer" : "model", ".safetensors");
         return "";
