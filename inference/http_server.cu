@@ -48,6 +48,15 @@ bool lists(const std::string& text, const char* word) {
     return false;
 }
 
+// The path of "GET http://host:8000/health", as clients write it for a proxy: a server must know it, too (RFC 9112,
+// section 3.2.2).
+std::string without_host(const std::string& path) {
+    constexpr std::string_view scheme = "http://";
+    if (!begins(path, scheme)) return path;
+    const size_t end_of_host = path.find('/', scheme.size());
+    return end_of_host == std::string::npos ? "/" : path.substr(end_of_host);
+}
+
 const char* reason_of(int status) {
     switch (status) {
         case 400: return "this is not an HTTP request that the server understands";
@@ -290,6 +299,7 @@ class Listener : public httplib::Server {
     static bool process(Self& self, Connection& connection, bool& last) {
         const auto headers_read = [&](httplib::Request& request) {
             connection.headers_are_read(request.has_header("Transfer-Encoding"));
+            request.path = without_host(request.path);
             request.headers.erase("Accept-Encoding");  // answers are too small to be worth compressing
             request.headers.erase("Range"), request.ranges.clear();
             // The library knows no other spelling than "close".

@@ -486,6 +486,10 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     CHECK(health.status == 200);
     CHECK(health.body == "{\"status\": \"ok\"}");
     CHECK(ask(server, "HEAD /health HTTP/1.1\r\nConnection: close\r\n\r\n").status == 200);
+    for (const char* const target :
+         {"http://test/health", "HTTP://127.0.0.1:80/health?a=b", "http://test", "http://a?b"})
+        CHECK(ask(server, http("GET", target)).status == 200);
+    refused(ask(server, http("GET", "http://test/v2")), 404, "nothing at /v2");
     refused(ask(server, http("GET", "/v2")), 404, "nothing at /v2");
     const Reply wrong_method = ask(server, http("GET", "/v1/completions"));
     refused(wrong_method, 405, "use POST");
