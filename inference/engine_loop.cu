@@ -109,12 +109,6 @@ void EngineLoop::check_room(std::span<const TextRequest> added) const {
     if (ending_) throw HttpError(503, "the server is shutting down, and takes no further requests");
     const Scheduler& scheduler = requests_.engine().scheduler();
     const int64_t n_places = scheduler.options().max_sequences, n = added.front().n, n_added = std::ssize(added);
-    const int64_t most = n_places / n + options_.max_waiting;
-    if (n_added > most)
-        throw HttpError(400,
-                        concat(n_added, " prompts in one request: send at most ", most,
-                               " at a time (--max-sequences, --max-waiting)"),
-                        "", "prompt");
     int64_t places = n_places, n_waiting = 0;
     for (const Request* request : requests_.unfinished()) places -= request->n, n_waiting += places < 0;
     if (scheduler.is_full()) places = 0, n_waiting = scheduler.n_waiting();

@@ -174,6 +174,21 @@ std::vector<ChatMessage> read_messages(const Json::Value* list) {
     return messages;
 }
 
+// Each prompt becomes a request, which keeps stop texts and logit_bias of its own: a small body must not become a large
+// one. And what can never run and wait at the same time would be told to try again for ever.
+void check_prompts(int64_t n_prompts, const ServedModel& served, const TextRequest& like) {
+    const ServerOptions& server = served.options.server;
+    const int64_t most = served.options.engine.scheduler.max_sequences / like.n + server.max_waiting;
+    if (n_prompts > most)
+        refuse("prompt", concat(n_prompts, " prompts in one request: send at most ", most,
+                                " at a time (--max-sequences, --max-waiting)"));
+    int64_t bytes = std::ssize(like.sampling.logit_bias) * static_cast<int64_t>(sizeof(LogitBias::value_type));
+    for (const std::string& stop : like.stop) bytes += std::ssize(stop) + static_cast<int64_t>(sizeof stop);
+    if (n_prompts > 1 && bytes > server.max_body / n_prompts)
+        refuse("prompt", concat(n_prompts, " prompts with ", bytes, " bytes of \"stop\" and \"logit_bias\" each: ",
+                                "together more than ", server.max_body, " (--max-body); send fewer at a time"));
+}
+
 // "prompt" is a string, a list of strings, a list of tokens, or a list of lists of tokens.
 void read_prompts(const Json::Value* prompt, const ServedModel& served, const TextRequest& like, ApiRequest& api) {
     if (!prompt) refuse("prompt", "\"prompt\" is missing");
@@ -186,6 +201,7 @@ void read_prompts(const Json::Value* prompt, const ServedModel& served, const Te
     else if (empty || (!read_value(*prompt, texts) && !read_value(*prompt, lists)))
         Fields::wrong_type("prompt", *prompt,
                            "a string, a list of strings, a list of tokens, or a list of lists of tokens");
+    check_prompts(lists.empty() ? std::ssize(texts) : std::ssize(lists), served, like);
     if (lists.empty())
         for (const std::string& text : texts) lists.push_back(encode_prompt(served.model, text));
     else texts.clear();

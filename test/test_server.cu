@@ -431,9 +431,16 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
             "max_tokens");
     refused(post(R"({"prompt": "a", "max_tokens": 0})"), 400, "at least 1", "max_tokens");
     refused(post(R"({"prompt": "a", "n": 100})"), 400, "1 to 64", "n");
+    std::string biases = "\"0\": 0";  // of 16 bytes each
+    for (int i = 1; i < 100; ++i) biases += concat(",\"", i, "\":0");
     std::string prompts = "[1]";  // more than could ever run and wait: no status that says "try again"
     for (int i = 0; i < 320; ++i) prompts += ",[1]";
     refused(post("{\"prompt\": [" + prompts + "]}"), 400, "321 prompts in one request: send at most 320", "prompt");
+    const std::string stop = ", \"max_tokens\": 1, \"stop\": \"" + std::string(900, 'x') + "\"}";  // each keeps its own
+    CHECK(post("{\"prompt\": [[1], [2]]" + stop).status == 200);
+    refused(post("{\"prompt\": [[1], [2], [3]]" + stop), 400, "together more than 2000 (--max-body)", "prompt");
+    refused(post(R"({"prompt": [[1], [2]], "logit_bias": {)" + biases + "}}"), 400, "together more than 2000",
+            "prompt");
     refused(post(R"({"prompt": "a", "stop": [""]})"), 400, "empty", "stop");
     CHECK(post(R"({"prompt": "a", "max_tokens": 1, "n": 2, "best_of": 2})").status == 200);
     refused(post(R"({"prompt": "a", "n": 2, "best_of": 3})"), 400, "this server knows only 2", "best_of");
