@@ -262,6 +262,8 @@ class Listener : public httplib::Server {
         });
         if (!fits) throw too_large();
         const int failure = Connection::current()->failure();
+        if (!whole && failure == 0 && !encoding.empty())
+            throw HttpError(400, "the body cannot be read as " + encoding + ", its Content-Encoding");
         if (!whole) throw HttpError(failure != 0 ? failure : 400, reason_of(failure != 0 ? failure : 400));
         return body;
     }
