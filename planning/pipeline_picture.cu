@@ -59,6 +59,10 @@ class Panel {
     double x_of(double t) const { return std::round(kLeft + std::min(t / duration_, 1.0) * (kWidth - kLeft - kRight)); }
     double top_of(int rank) const { return top_ + kTitle + rank * rank_height(); }
     const std::vector<Span>& spans(int rank) const { return (*panel_.ranks)[static_cast<size_t>(rank)]; }
+    // Marks as wide as on other bars would cover it.
+    bool is_narrow(const Span& span) const {
+        return computes(span.action.what) && x_of(span.end) - x_of(span.start) < 6;
+    }
 
     void draw_lane(int rank) {
         const double top = top_of(rank);
@@ -67,10 +71,12 @@ class Panel {
         canvas_.fill(x_of(spans(rank).front().start), top, x_of(spans(rank).back().end), top + kLane, kIdle);
         for (const Span& span : spans(rank))
             if (computes(span.action.what)) draw_bar(rank, span);
+        const Span* bar = nullptr;  // before an update; the mark of a narrow one is above it only
         for (const Span& span : spans(rank))
-            if (!computes(span.action.what)) {
-                const double x = x_of(span.end);
-                canvas_.fill(std::min(x_of(span.start), x - 2), top - 4, x + 1, top + kLane + 2, kInk);
+            if (computes(span.action.what)) bar = &span;
+            else {
+                const double x = x_of(span.end), bottom = bar && is_narrow(*bar) ? top - 1 : top + kLane + 2;
+                canvas_.fill(std::min(x_of(span.start), x - 2), top - 4, x + 1, bottom, kInk);
             }
     }
 
@@ -115,12 +121,19 @@ class Panel {
     }
 
     void draw_path() {
+        const auto& path = panel_.critical_path;
         const Span* before = nullptr;
         int rank_before = 0;
-        for (const auto& [rank, place] : panel_.critical_path) {
-            const Span& span = spans(rank)[place];
-            if (span.start >= duration_) break;
-            const double left = x_of(span.start), right = x_of(span.end) - 1, top = top_of(rank), bottom = top + kLane;
+        for (size_t i = 0; i < path.size(); ++i) {
+            const int rank = path[i].first;
+            const auto span_at = [&](size_t place) -> const Span& { return spans(rank)[path[place].second]; };
+            const Span& first = span_at(i);
+            if (first.start >= duration_) break;
+            while (i + 1 < path.size() && path[i + 1].first == rank &&
+                   (is_narrow(span_at(i)) || is_narrow(span_at(i + 1))))
+                ++i;  // what is too narrow for an outline shares its neighbours'
+            const double left = x_of(first.start), right = x_of(span_at(i).end) - 1, top = top_of(rank),
+                         bottom = top + kLane;
             if (before && rank != rank_before) {
                 const bool down = rank > rank_before;
                 canvas_.line(
@@ -128,7 +141,7 @@ class Panel {
                     1.6, kPath);
             }
             canvas_.line({{left, top}, {right, top}, {right, bottom}, {left, bottom}, {left, top}}, 1.4, kPath);
-            before = &span, rank_before = rank;
+            before = &span_at(i), rank_before = rank;
         }
     }
 

@@ -232,6 +232,25 @@ TEST_CASE("--draw with --out writes a picture and a trace", "[pipeline][program]
         CHECK_THAT(all.out, ContainsSubstring("\n" + name + " "));
 }
 
+TEST_CASE("the picture of many micro-batches shows what they compute, and not only outlines and updates",
+          "[pipeline][program]") {
+    const TempFolder folder;
+    for (const std::string name : {"1f1b", "pipedream"}) {
+        INFO(name);
+        REQUIRE(
+            run_program("train_gpt", "--pipeline " + name + " --pp 2 --micro-batches 500 --draw --out " + folder.path)
+                .status == 0);
+        const Image picture(folder / "schedule.png");
+        const auto share = [&](int color) {  // of the two lanes, which are 20 pixels high and about 1120 wide
+            const auto at = picture.colors.find(color);
+            return at == picture.colors.end() ? 0 : static_cast<double>(at->second) / (2 * 20 * 1120);
+        };
+        CHECK(share(0x78afe1) > 0.25);  // F: a third of the time
+        CHECK(share(0xfab95f) > 0.35);  // BW: two thirds, of which the upper seven tenths have this color
+        CHECK(share(0xbe1428) > 0);     // the critical path
+    }
+}
+
 TEST_CASE("--draw has colors only in a terminal that knows them, and where NO_COLOR is not set",
           "[pipeline][program]") {
     if (run_shell("command -v script").status != 0) return;  // it runs a command in a terminal of its own
