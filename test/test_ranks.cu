@@ -520,11 +520,15 @@ TEST_CASE("ranks that were started differently are refused by name", "[program][
                                        {"--ranks 2 --zero 1 --dp-mode naive", "leave --zero out"},
                                        {"--ranks -1", "--ranks"},
                                        {"--ranks 2 --ranks-per-node -1", "--ranks-per-node -1: use 1 or more"},
+                                       {"--ranks 4 --ranks-per-node 2 --all-reduce ring",
+                                        "--ranks-per-node has no effect with --all-reduce ring: use --all-reduce two-"},
+                                       {"--ranks 4 --tp 4 --tp-depth 2", "--tp-depth belongs to --tp-mode 2.5d"},
                                        {"--comm pigeon", "--comm pigeon"}}) {
         const Outcome run =
             run_program("train_gpt", "--data " + text_file() + kRun + flags + " --out " + (folder / "run"));
         INFO(flags << run.err);
         CHECK(run.status == 2);
+        CHECK(run.out.empty());  // no rank was started
         CHECK_THAT(run.err, ContainsSubstring(words));
     }
 }

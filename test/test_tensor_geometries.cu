@@ -188,6 +188,7 @@ TEST_CASE("--tp-mode refuses in one line what it cannot divide", "[program][rank
     Runs runs;
     const std::array<std::string, 3> wrong[] = {
         {"gpt2", "--tp-mode 2d", "--tp-mode says how the ranks of --tp divide the layers: add --tp"},
+        {"gpt2", "--tp-depth 2", "--tp-depth says how the ranks of --tp divide the layers: add --tp"},
         {"gpt2", "--ranks 4 --tp 4 --tp-mode 4d", "--tp-mode 4d: use 1d, 2d, 2.5d or 3d"},
         {"gpt2", "--ranks 6 --tp 6 --tp-mode 2d", "a square of ranks is needed: --tp 4, 9 or 16"},
         {"gpt2", "--ranks 9 --tp 9 --tp-mode 3d", "a cube of ranks is needed: --tp 8, 27 or 64"},

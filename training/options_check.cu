@@ -197,7 +197,10 @@ void check_tensor_parallel(const TrainOptions& o) {
           "--tp-overlap with --dtype fp8: scales are those of all rows, which are never there together; leave it out");
     check(!o.sp || o.tp > 1, "--sp divides the tokens among the ranks of --tp: add --tp, or leave it out");
     check(o.tp > 1 || (o.tp_mode == TensorMode::one_d && o.tp_depth == 0),
-          "--tp-mode says how the ranks of --tp divide the layers: add --tp, or leave it out");
+          o.tp_mode == TensorMode::one_d ? "--tp-depth" : "--tp-mode",
+          " says how the ranks of --tp divide the layers: add --tp, or leave it out");
+    if (o.tp > 1)  // Error where its ranks make no such grid
+        tensor_layout(o.tp_mode, 0, static_cast<int>(o.tp), o.sp, static_cast<int>(o.tp_depth));
     check(!o.tp_overlap || o.sp, "--tp-overlap is about the rows that travel with --sp: add --sp, or leave it out");
     check(o.precision.fp8 == Fp8Recipe::none || o.tp_mode == TensorMode::one_d, "--dtype fp8 with --tp-mode ",
           tensor_mode_name(o.tp_mode),
@@ -250,6 +253,10 @@ void check_effects(const TrainOptions& o, const TypedFlags& typed) {
         check_effect(flag, read->second.count(flag) > 0,
                      concat("with --optimizer ", o.optimizer, ": use another optimizer"));
     check_effect("--val-fraction", o.val.empty(), "beside --val, which is all that is held out: leave --val out");
+    check_effect("--ranks-per-node", all_reduce_from_name(o.ranks.all_reduce) == AllReduce::two_level,
+                 concat("with --all-reduce ", o.ranks.all_reduce, ": use --all-reduce two-level"));
+    check_effect("--ranks-per-node", !started_by_mpirun(),
+                 "under mpirun, where the machines are known: start threads, with --ranks N");
     check_effect("--cp-mode", o.cp > 1, "without --cp: add --cp 2");
     check_effect("--device-spec", o.plan || o.account, "without --plan or --account, whose device it is: add --plan");
     check_effect("--temperature", o.sample_tokens > 0, "without a sample of text: add --sample 100");
