@@ -232,7 +232,10 @@ int main(int argc, char** argv) {
             if (!started_by_mpirun()) throw;
             fault = error.what();  // every process has found it; they agree on one line (agree_to_start)
         }
-        if (options.draw) return draw_pipelines(options), check_output(), 0;
+        if (options.draw) {
+            if (is_first_process()) draw_pipelines(options), check_output();
+            return 0;
+        }
         RankOptions ranks = options.ranks;
         ranks.quiet = rank_count(ranks) == 1;
         TracedPipeline traced;

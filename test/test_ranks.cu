@@ -570,6 +570,14 @@ TEST_CASE("a fault that all ranks find is one line under mpirun, too", "[program
     }
 }
 
+TEST_CASE("--draw under mpirun is one drawing", "[program][ranks]") {
+    if (!have_mpirun()) SKIP_TEST("no MPI");
+    const Outcome drawn = run_shell(concat("NO_COLOR=1 ", mpirun_command(2), program_path("train_gpt"),
+                                           " --pipeline 1f1b --pp 2 --micro-batches 2 --draw"));
+    CHECK(drawn.status == 0);
+    CHECK(drawn.out == printed_by("train_gpt", "--pipeline 1f1b --pp 2 --micro-batches 2 --draw"));
+}
+
 TEST_CASE("a killed rank ends the job; its last checkpoint goes on with the same curve", "[program][ranks]") {
     if (!have_mpirun()) SKIP_TEST("no MPI");
     const TempFolder folder;
