@@ -50,10 +50,19 @@ TEST_CASE("every file includes the standard headers that it uses", "[program][so
     const TempFolder tree;
     make_tree(tree, {{"core/core.h", "#include <map>\n"},
                      {"core/a.cu", "#include \"core/core.h\"\n// std::set\nstd::map<int, int> a;\n"},
-                     {"core/b.cu", "#include \"core/core.h\"\n\nauto n = std::count_if(a, b, c);\n"},
-                     {"core/c.cu", "std::map<int, int> a;\n"}});
-    CHECK(python(tree / "dev/includes.py").out ==
-          "core/b.cu:3: std::count_if needs #include <algorithm>\ncore/c.cu:1: std::map needs #include <map>\n");
+                     {"core/b.cu",
+                      "#include \"core/core.h\"\n\nauto n = std::count_if(a, b, c);\nauto m = std::max(n, n);\n"},
+                     {"core/c.cu", "std::map<int, int> a;\n"},
+                     {"dev/d.cu", "auto a = std::max_element(b, c);\n"},
+                     {"test/e.cu", "auto a = std::lower_bound(b, c, d);\n"}});
+    const Outcome wrong = python(tree / "dev/includes.py");
+    CHECK(wrong.status == 1);
+    CHECK(wrong.out ==
+          "core/b.cu:3: std::count_if needs #include <algorithm>\ncore/c.cu:1: std::map needs #include <map>\n"
+          "dev/d.cu:1: std::max_element needs #include <algorithm>\n"
+          "test/e.cu:1: std::lower_bound needs #include <algorithm>\n");
+    std::ofstream(tree / "Makefile", std::ios::app) << "PCH_std := map queue\n";
+    CHECK_THAT(python(tree / "dev/includes.py").err, ContainsSubstring("headers have queue, of which NAMES lacks"));
 }
 
 TEST_CASE("no function of the product is longer than a screen", "[program][sources]") {
@@ -76,6 +85,17 @@ TEST_CASE("floors: each kind of wrong include is found", "[program][sources]") {
     CHECK_THAT(wrong_includes({{"io/a.cu", "#include \"../layers/layers.h\"\n"}}), StartsWith("io/a.cu:1: "));
     CHECK_THAT(wrong_includes({{"layers/a.cu", "#include \"cpu/device.h\"\n"}}), StartsWith("layers/a.cu:1: "));
     CHECK_THAT(wrong_includes({{"cpu/a.cpp", "#include \"core/core.h\"\n"}}), StartsWith("cpu/a.cpp:1: "));
+    CHECK_THAT(wrong_includes({{"layers/a.cu", "#include \"device.h\"\n"}}), StartsWith("layers/a.cu:1: "));
+    CHECK_THAT(wrong_includes({{"test/test_gelu.cu", "#include \"cpu/device.h\"\n"}}),
+               StartsWith("test/test_gelu.cu:1: "));
+    CHECK(wrong_includes({{"test/test_cpu_a.cu", "#include \"cpu/device.h\"\n"}}) == "");
+    // Its vectors are for layers alone.
+    const std::string vectors = "#include \"cpu_vector.h\"\n";
+    CHECK_THAT(wrong_includes({{"cpu/cpu_vector.h", ""}, {"layers/a.cu", vectors}, {"optim/a.cu", vectors}}),
+               StartsWith("optim/a.cu:1: "));
+    // A folder that has no floor.
+    CHECK_THAT(wrong_includes({{"other/a.h", ""}, {"layers/a.cu", "#include \"other/a.h\"\n"}}),
+               StartsWith("layers/a.cu:1: "));
 }
 
 TEST_CASE("long functions: found in code, not in comments, strings or classes", "[program][sources]") {
