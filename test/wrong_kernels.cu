@@ -822,6 +822,132 @@ bool more_threads_than_bounds(bool wrong) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// What Hopper's instructions ask of the kernel that uses them
+
+enum Demand {
+    all_met,
+    arrivals,
+    one_init,
+    idle_when_invalidated,
+    arrivals_of_a_phase,
+    bytes_of_a_phase,
+    init,
+    number_of_barrier,
+    copy_waited_for,
+    copies_apart,
+    store_read,
+    store_committed,
+    own_wait,
+    rank_of_map
+};
+// Thread 0 of 64 loads a row, adds it to out, and loads a box to the place of the row.
+__global__ void demands_kernel(float* out, const float* inp, const __grid_constant__ CUtensorMap map, Demand unmet) {
+    // clang-format off
+    __shared__ __align__(8) uint64_t landed;
+    float* row = reinterpret_cast<float*>(shared_tiles());
+    if (threadIdx.x == 0) {
+        // <- mbarrier_of_no_arrivals mbarrier_initialised_twice too_many_arrivals
+        if (unmet != init) mbarrier_init(&landed, unmet == arrivals ? 0 : 1);
+        if (unmet == one_init) mbarrier_init(&landed, 1); // <- mbarrier_initialised_twice
+        fence_proxy_async();
+        // <- mbarrier_never_initialised too_many_bytes
+        mbarrier_arrive_expect_tx(&landed, unmet == bytes_of_a_phase ? 1 << 20 : unmet == copies_apart ? 512 : 256);
+        if (unmet == arrivals_of_a_phase) mbarrier_arrive(&landed);       // <- too_many_arrivals
+        if (unmet == idle_when_invalidated) mbarrier_invalidate(&landed); // <- mbarrier_invalidated_in_use
+        bulk_load(row, inp, 256, &landed);                                // <- two_copies_to_a_place
+        if (unmet == copies_apart) bulk_load(row, inp, 256, &landed);     // <- two_copies_to_a_place
+        mbarrier_wait(&landed, 0);
+        // <- place_of_a_store_filled store_not_committed store_waited_for_by_another
+        bulk_add(out, row, 256);
+        if (unmet != store_committed) bulk_commit();
+        if (unmet != store_read && unmet != own_wait) bulk_wait_read<0>();
+        mbarrier_arrive_expect_tx(&landed, 256);
+        // <- map_of_another_rank
+        if (unmet == rank_of_map) tensor_load<3>(row, &map, {0, 0, 0}, &landed);
+        // <- place_of_a_store_filled store_not_committed store_waited_for_by_another copy_not_waited_for
+        else tensor_load<2>(unmet == own_wait ? row + 64 : row, &map, {0, 0}, &landed);
+        if (unmet != copy_waited_for) mbarrier_wait(&landed, 1);
+        if (unmet != own_wait) bulk_wait<0>();
+    }
+    named_barrier_sync(unmet == number_of_barrier ? 0 : 1, 64); // <- number_of_syncthreads
+    if (threadIdx.x == 1) bulk_commit(), bulk_wait<0>();
+    // clang-format on
+}
+bool demands(Demand unmet) {
+    Buffer inp(counting(64)), out(std::vector<float>(64, 1.0f));
+    const CUtensorMap map = make_tensor_map(inp.data, DType::f32, {16, 4}, {16}, {16, 4}, 0);
+    // <- mbarrier_of_no_arrivals mbarrier_initialised_twice mbarrier_invalidated_in_use too_many_arrivals
+    // too_many_bytes mbarrier_never_initialised number_of_syncthreads copy_not_waited_for two_copies_to_a_place
+    // place_of_a_store_filled store_not_committed store_waited_for_by_another map_of_another_rank
+    demands_kernel<<<1, 64, 2 * kTileAlignment>>>(out.data, inp.data, map, unmet);
+    must(cudaDeviceSynchronize());
+    return out.read()[63] == 64.0f;
+}
+bool mbarrier_of_no_arrivals(bool wrong) { return demands(wrong ? arrivals : all_met); }
+bool mbarrier_initialised_twice(bool wrong) { return demands(wrong ? one_init : all_met); }
+bool mbarrier_invalidated_in_use(bool wrong) { return demands(wrong ? idle_when_invalidated : all_met); }
+bool too_many_arrivals(bool wrong) { return demands(wrong ? arrivals_of_a_phase : all_met); }
+bool too_many_bytes(bool wrong) { return demands(wrong ? bytes_of_a_phase : all_met); }
+bool mbarrier_never_initialised(bool wrong) { return demands(wrong ? init : all_met); }
+bool number_of_syncthreads(bool wrong) { return demands(wrong ? number_of_barrier : all_met); }
+bool copy_not_waited_for(bool wrong) { return demands(wrong ? copy_waited_for : all_met); }
+bool two_copies_to_a_place(bool wrong) { return demands(wrong ? copies_apart : all_met); }
+bool place_of_a_store_filled(bool wrong) { return demands(wrong ? store_read : all_met); }
+bool store_not_committed(bool wrong) { return demands(wrong ? store_committed : all_met); }
+bool store_waited_for_by_another(bool wrong) { return demands(wrong ? own_wait : all_met); }
+bool map_of_another_rank(bool wrong) { return demands(wrong ? rank_of_map : all_met); }
+
+// A warp group multiplies a tile by ones, three times; after each of them a thread of another warp fills the tile
+// again, which it may do behind a barrier.
+enum Disagreement { agreement, two_products, two_tiles, tile_outside, more_than_a_group };
+__global__ void group_kernel(float* out, const __nv_bfloat16* inp, Disagreement which) {
+    // clang-format off
+    __shared__ __align__(8) uint64_t landed;
+    __nv_bfloat16* tile = reinterpret_cast<__nv_bfloat16*>(shared_tiles());
+    const unsigned t = threadIdx.x;
+    if (t == 0) mbarrier_init(&landed, 1);
+    for (unsigned i = t; i < 64 * 16; i += blockDim.x) tile[i] = from_float<__nv_bfloat16>(1.0f);
+    fence_proxy_async();
+    __syncthreads();
+    float d[1][4] = {};
+    const unsigned off = which == two_tiles && t == 70 ? 64 : which == tile_outside ? 4096 : 0;
+    const uint64_t a = wgmma_descriptor<0>(tile + off, 128, 256), b = wgmma_descriptor<0>(tile, 128, 256);
+    for (int round = 0; round < 3; ++round) {
+        if (t < (which == more_than_a_group ? 160 : 128)) {
+            wgmma_fence(d);
+            // <- two_products_of_a_group two_tiles_of_a_group tile_outside_shared_memory wgmma_of_a_warp
+            if (which != two_products || t < 70) wgmma_m64k16<__nv_bfloat16>(d, a, b, true);
+            else wgmma_m64k16<__nv_bfloat16>(d, a, b, true); // <- two_products_of_a_group
+            wgmma_commit();
+            wgmma_wait<0>(d);
+        }
+        if (round == 0) __syncthreads();
+        else named_barrier_sync(1, 160);
+        if (t == 128) {
+            mbarrier_arrive_expect_tx(&landed, 2048);
+            bulk_load(tile, inp, 2048, &landed);
+        }
+        mbarrier_wait(&landed, round % 2);
+    }
+    if (t < 128) out[t] = d[0][0];
+    // clang-format on
+}
+bool group(Disagreement which) {
+    Buffer inp(512), out(128);
+    const std::vector<__nv_bfloat16> ones(1024, from_float<__nv_bfloat16>(1.0f));
+    must(cudaMemcpy(inp.data, ones.data(), 2048, cudaMemcpyHostToDevice));
+    const __nv_bfloat16* numbers = reinterpret_cast<const __nv_bfloat16*>(inp.data);
+    // <- two_products_of_a_group two_tiles_of_a_group tile_outside_shared_memory wgmma_of_a_warp
+    group_kernel<<<1, 160, 2048 + kTileAlignment>>>(out.data, numbers, which);
+    must(cudaDeviceSynchronize());
+    return out.read()[127] == 48.0f;
+}
+bool two_products_of_a_group(bool wrong) { return group(wrong ? two_products : agreement); }
+bool two_tiles_of_a_group(bool wrong) { return group(wrong ? two_tiles : agreement); }
+bool tile_outside_shared_memory(bool wrong) { return group(wrong ? tile_outside : agreement); }
+bool wgmma_of_a_warp(bool wrong) { return group(wrong ? more_than_a_group : agreement); }
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Warps that are far apart
 
 // Warp 1 reads a number that warp 0 overwrites after long work. Without the barrier this is right unless warp 1 is
@@ -1116,6 +1242,11 @@ const Case cases[] = {
     CASE(memory_of_another_rank), CASE(buffer_beyond_its_memory), CASE(another_current_device),
     CASE(collective_not_waited_for), CASE(sent_and_overwritten),
     CASE(split_while_under_way), CASE(used_after_destruction),
+    CASE(mbarrier_of_no_arrivals), CASE(mbarrier_initialised_twice), CASE(mbarrier_invalidated_in_use),
+    CASE(too_many_arrivals), CASE(too_many_bytes), CASE(mbarrier_never_initialised), CASE(number_of_syncthreads),
+    CASE(copy_not_waited_for), CASE(two_copies_to_a_place), CASE(place_of_a_store_filled), CASE(store_not_committed),
+    CASE(store_waited_for_by_another), CASE(map_of_another_rank), CASE(two_products_of_a_group),
+    CASE(two_tiles_of_a_group), CASE(tile_outside_shared_memory), CASE(wgmma_of_a_warp),
 };
 // clang-format on
 
