@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(kThreads)
             const float u = update_of(scale * g[k], row_factor, s.row_mean, col_factors[k], eps);
             w[k] -= s.alpha * u + decay_step * m.decay * w[k];
         }
-        format.store_chunk(values, copy, first, w, m.C - col, m.key, first - m.offset, m.place);
+        format.store_chunk(values, first, copy, first, w, m.C - col, m.key, first - m.offset, m.place);
     }
 }
 

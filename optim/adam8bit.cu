@@ -149,14 +149,16 @@ __global__ void __launch_bounds__(kLanes* kBlocks)
     float m[kLaneN], v[kLaneN];
     load_state(m, m_codes, states.m_scales[b], tables[0]);
     load_state(v, v_codes, states.v_scales[b], tables[1]);
-    // Beyond the parameter's end m and v stay 0. (A loop that ends there is SIMD without masks.)
-    for (int k = 0; k < (kLanes == 1 ? tile.n : kLaneN); ++k) {
-        const int e = element_of(k);
-        if (kLanes > 1 && e >= tile.n) continue;
-        const float g = scale * to_float(grads[tile.grads + e]);
-        const float w = update(to_float(values[tile.values + e]), g, tile.decay, m[k], v[k]);
-        format.store(values, tile.values + e, copy, tile.copy + e, w,
-                     format.random_bits(entry.key, entry.place.of(entry.element + e)));
+    for (int k = 0; k < kLaneN; k += kUpdated) {
+        const int e = element_of(k), n_left = tile.n - e;
+        if (n_left <= 0) continue;
+        float g[kUpdated], w[kUpdated];
+        load_chunk(g, grads + (tile.grads + e), n_left);
+        load_chunk(w, values + (tile.values + e), n_left);
+        // Beyond the parameter's end all are 0, and m and v stay so.
+        for (int l = 0; l < kUpdated; ++l) w[l] = update(w[l], scale * g[l], tile.decay, m[k + l], v[k + l]);
+        format.store_chunk(values, tile.values + e, copy, tile.copy + e, w, n_left, entry.key, entry.element + e,
+                           entry.place);
     }
     const float m_max = block_max(m), v_max = block_max(v);  // after this, all lanes have read the old scales
     for (int k = 0; k < kLaneN; ++k) {

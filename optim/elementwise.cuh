@@ -28,7 +28,9 @@ namespace {
 // loop over consecutive elements, which g++ turns into SIMD. It does not where a thread has several packs, so with
 // stochastic rounding a thread of the CPU device has chunks, whose own loops are SIMD (layers/chunk.cuh).
 template <class F>
-constexpr int kPack = !kOnCpu ? 4 : F::stochastic ? kChunk<float> : 1;
+constexpr int kPack = !kOnCpu         ? 4
+                      : F::stochastic ? kChunk<float>
+                                      : 1;
 // Threads that share a tile: a pack each, or with stochastic rounding the packs whose elements share draws of random
 // bits, kTileParts of them, kDrawStride elements apart. Blocks have 256 threads, so that several of them fit on a
 // multiprocessor of a GPU, and the others move data while one reads where its tile is.
@@ -138,7 +140,7 @@ struct TileDraws {
         : format(its_format), entry(its_entry) {
         if constexpr (F::stochastic) {
             const int64_t first = entry.place.first + entry.element;
-            is_whole = entry.place.skip == 0 && entry.place.group_skip == 0 && first % kTileN == 0;
+            is_whole = !entry.place.is_cut() && first % kTileN == 0;
             const int64_t draw = first / kDrawParts + threadIdx.x * kPack<F>;
             if (!is_whole) return;
             for (int l = 0; l < kPack<F>; ++l) draws[l] = draw_of(format.seed, entry.key, format.t, draw + l);
@@ -149,8 +151,7 @@ struct TileDraws {
         if (is_whole) {
             for (int l = 0; l < kPack<F>; ++l) random[l] = part_of(draws[l], part);
         } else {
-            for (int l = 0; l < kPack<F>; ++l)
-                random[l] = format.random_bits(entry.key, entry.place.of(entry.element + k + l));
+            format.random_bits(random, entry.key, entry.element + k, entry.place);
         }
     }
 };

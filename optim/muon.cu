@@ -51,7 +51,7 @@ std::vector<Param> select(const std::vector<Param>& params, bool hidden) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Kernels: one thread per element of one matrix
+// Kernels: one thread per element, or kUpdated elements, of one matrix
 
 constexpr int kBlock = 256;
 int blocks_for(int64_t n) { return narrow(ceil_div(n, kBlock), "Muon: the number of blocks"); }
@@ -77,17 +77,25 @@ __global__ void normalise_kernel(T* __restrict__ x, const float* __restrict__ no
     if (i < n) x[i] = from_float<T>(to_float(x[i]) / fmaxf(norm[0], 1e-7f));  // a matrix without gradients stays 0
 }
 
-// values is this rank's part, and x the whole matrix, as above; the parameter has this key.
+// values is this rank's part, and x the whole matrix, as above; the parameter has this key. A thread has kUpdated
+// elements.
 template <class F, class T>
 __global__ void apply_kernel(typename F::Value* __restrict__ values, typename F::Copy* __restrict__ copy,
                              const T* __restrict__ x, const float* __restrict__ norm_scale, int64_t n, float step,
                              float decay_step, F format, uint64_t key, PlaceInWhole place, int64_t first) {
-    const int64_t i = global_thread();
+    const int64_t i = global_thread() * kUpdated, n_left = n - i;
     const float scale = norm_scale[1];
-    if (i >= n || scale != scale) return;
-    const float w = to_float(values[i]);
-    const int64_t e = place.of(i);
-    format.store(values, i, copy, i, w - (step * to_float(x[e - first]) + decay_step * w), format.random_bits(key, e));
+    if (n_left <= 0 || scale != scale) return;
+    float w[kUpdated], update[kUpdated] = {};
+    load_chunk(w, values + i, n_left);
+    if (place.is_cut()) {
+        for (int k = 0; k < kUpdated; ++k)
+            if (k < n_left) update[k] = to_float(x[place.of(i + k) - first]);
+    } else {
+        load_chunk(update, x + (place.first + i - first), n_left);
+    }
+    for (int k = 0; k < kUpdated; ++k) w[k] -= step * update[k] + decay_step * w[k];
+    format.store_chunk(values, i, copy, i, w, n_left, key, i, place);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -251,7 +259,7 @@ class Muon final : public Optimizer {
         auto* const copy = copy_of<F>(weights) + (weights.copy ? matrix.offset : 0);
         dispatch(options_.ns_dtype, [&](auto zero) {
             using T = decltype(zero);
-            apply_kernel<F, T><<<blocks_for(matrix.n), kBlock, 0, stream>>>(
+            apply_kernel<F, T><<<blocks_for(ceil_div(matrix.n, kUpdated)), kBlock, 0, stream>>>(
                 values, copy, x.ptr<T>(), norm_scale.ptr<float>(), matrix.n, step, decay_step, format, matrix.key,
                 matrix.place, matrix.element);
             const int64_t value_bytes = matrix.n * static_cast<int64_t>(sizeof(typename F::Value)),

@@ -133,8 +133,9 @@ struct UpdatedUnit {
 struct PlaceInWhole {
     int64_t first = 0;
     int32_t run = 1, skip = 0, group = 1, group_skip = 0;
+    __host__ __device__ bool is_cut() const { return skip != 0 || group_skip != 0; }
     __host__ __device__ int64_t of(int64_t i) const {
-        if (skip == 0 && group_skip == 0) return first + i;
+        if (!is_cut()) return first + i;
         const int64_t row = i / run;
         return first + i + row * skip + row / group * group_skip * (static_cast<int64_t>(run) + skip);
     }

@@ -48,6 +48,9 @@ __device__ __forceinline__ __nv_bfloat16 round_stochastically(float w, uint32_t 
     return __ushort_as_bfloat16(static_cast<unsigned short>((is_finite ? up_or_down : is_nan ? nan : bits) >> 16));
 }
 
+// Neighbours that a thread updates at once in kernels whose arrays may begin anywhere.
+constexpr int kUpdated = kOnCpu ? kChunk<float> : 1;
+
 struct NoCopy {};
 
 // One of the formats. Kernels take the two pointers as arguments of their own, where __restrict__ works.
@@ -65,28 +68,39 @@ struct WeightFormat {
         return part_of(draw_of(seed, key, t, e / kTileN * kDrawStride + e % kDrawStride),
                        static_cast<int>(e % kTileN / kDrawStride));
     }
+    // Of n neighbours, from element e of this rank's part of its parameter on. (Where nothing is cut, the loop has no
+    // division, and is SIMD on the CPU device.)
+    template <int n>
+    __device__ __forceinline__ void random_bits(uint32_t (&bits)[n], uint64_t key, int64_t e,
+                                                const PlaceInWhole& place) const {
+        if (place.is_cut()) {
+            for (int k = 0; k < n; ++k) bits[k] = random_bits(key, place.of(e + k));
+        } else {
+            for (int k = 0; k < n; ++k) bits[k] = random_bits(key, place.first + e + k);
+        }
+    }
     __device__ __forceinline__ V rounded(float w, uint32_t random_bits) const {
         if constexpr (stochastic) return round_stochastically(w, random_bits);
         else return from_float<V>(w);
     }
     static constexpr bool has_copy = !std::is_same_v<C, NoCopy>;
-    __device__ __forceinline__ void store(V* values, int64_t i, C* copy, int64_t copy_i, float w,
-                                          uint32_t random_bits) const {
-        values[i] = rounded(w, random_bits);
-        if constexpr (has_copy) copy[copy_i] = from_float<C>(w);
-    }
-    // A chunk of a row (layers/chunk.cuh), whose first element is at i and is element e of this rank's part of its
-    // parameter.
+    // A chunk (layers/chunk.cuh), whose first element is at i, in the copy at copy_i, and is element e of this rank's
+    // part of its parameter.
     template <int n>
-    __device__ __forceinline__ void store_chunk(V* values, C* copy, int64_t i, const float (&w)[n], int64_t n_left,
-                                                uint64_t key, int64_t e, const PlaceInWhole& place) const {
+    __device__ __forceinline__ void store_chunk(V* values, int64_t i, C* copy, int64_t copy_i, const float (&w)[n],
+                                                int64_t n_left, uint64_t key, int64_t e,
+                                                const PlaceInWhole& place) const {
         if constexpr (stochastic) {
+            uint32_t bits[n];
+            V rounded[n];
+            random_bits(bits, key, e, place);
+            for (int k = 0; k < n; ++k) rounded[k] = round_stochastically(w[k], bits[k]);
             for (int k = 0; k < n; ++k)
-                if (k < n_left) values[i + k] = round_stochastically(w[k], random_bits(key, place.of(e + k)));
+                if (k < n_left) values[i + k] = rounded[k];
         } else {
             ::store_chunk(values + i, w, n_left);
         }
-        if constexpr (has_copy) ::store_chunk(copy + i, w, n_left);
+        if constexpr (has_copy) ::store_chunk(copy + copy_i, w, n_left);
     }
 };
 
