@@ -240,6 +240,34 @@ TEST_CASE("the host's update is the device's", "[offload]") {
                       ContainsSubstring("'lion' has no update on the host"));
 }
 
+// The copy goes to the device after every step; before the first one it holds nothing.
+TEST_CASE("a first update that the host skips still rounds the weights into their copy", "[offload]") {
+    constexpr int64_t n = 1500;
+    Param param;
+    param.name = "parameter", param.value = make_tensor(nullptr, DType::f32, {n});
+    Arena arena("side", MemoryKind::pinned);
+    Weights weights;
+    Tensor grads, norm;
+    std::unique_ptr<Optimizer> optimizer;
+    for (int pass = 0; pass < 2; ++pass) {
+        weights = {.values = arena.take("values", DType::f32, {n}), .copy = arena.take("copy", DType::bf16, {n})};
+        grads = arena.take("gradients", DType::bf16, {n}), norm = arena.take("norm", DType::f32, {2});
+        optimizer =
+            make_host_optimizer("adamw", arena, {{.params = {param}, .n = n}}, default_optimizer_options("adamw"));
+        if (pass == 0) arena.reserve();
+    }
+    optimizer->init(device().stream);
+    const std::vector<float> values = normal_values(n, 1, 1, 1);
+    from_floats(weights.values, values);
+    from_floats(weights.copy, std::vector<float>(n, 0.25f));
+    from_floats(grads, std::vector<float>(n, INFINITY));
+    from_floats(norm, {INFINITY, NAN});
+    optimizer->step(weights, grads, norm, 1e-2, 1, device().stream);
+    CHECK(to_floats(weights.values) == values);
+    const std::vector<float> copy = to_floats(weights.copy);
+    for (size_t i = 0; i < values.size(); ++i) REQUIRE(copy[i] == __bfloat162float(__float2bfloat16(values[i])));
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Training
 
