@@ -557,7 +557,7 @@ TEST_CASE("--cp refuses in one line what it cannot divide", "[program][ranks][co
     Runs runs;
     const std::array<std::string, 3> wrong[] = {
         {"gpt2", "--cp 0", "--cp must be at least 1"},
-        {"gpt2", "--cp 2", "--cp 2: the 1 ranks cannot be divided into groups of 2"},
+        {"gpt2", "--cp 2", "--cp 2: one rank cannot be divided into groups of 2"},
         {"gpt2", "--ranks 6 --cp 2 --tp 2", "--tp 2 --cp 2: the 6 ranks cannot be divided into groups of 4"},
         {"gpt2", "--ranks 2 --cp 2 --seq 22",
          "--seq 22 cannot be cut into the 4 equal chunks of --cp 2 (two a rank): use --seq 20 or 24"},

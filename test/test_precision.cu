@@ -309,7 +309,7 @@ TEST_CASE("the plan has the famous figures", "[program][plan]") {
     CHECK(number_after(plan("--params 1e9 --optimizer sgd"), "  sum ") == Approx(8));
     // A model that no machine of ours could hold is planned all the same, on any device.
     const std::string large = plan("--model llama-8b --dtype bf16 --batch 1 --seq 8192 --device-spec h100");
-    CHECK_THAT(large, ContainsSubstring("it does not fit"));
+    CHECK_THAT(large, ContainsSubstring("has 74.5 GiB. Try --recompute, --master none, --offload, a shorter --seq or"));
     CHECK_THAT(large, ContainsSubstring("NVIDIA H100 architecture white paper"));
     CHECK_THAT(large, !ContainsSubstring("on a CPU"));
     // Of a pipeline the rank that takes most.
@@ -317,6 +317,8 @@ TEST_CASE("the plan has the famous figures", "[program][plan]") {
         return plan("--model llama-8b --dtype bf16 --batch 16 --micro-batch 1 --device-spec h100 " + flags);
     };
     CHECK_THAT(pipeline("--ranks 2 --pp 2 --seq 2048"), ContainsSubstring("\n  it does not fit: h100 has"));
+    CHECK_THAT(pipeline("--ranks 2 --zero 2 --recompute full --seq 2048"),
+               ContainsSubstring("Try --master none, --zero 3, --offload"));
     CHECK_THAT(pipeline("--ranks 2 --pp 2 --seq 64 --stages 13,19"),
                ContainsSubstring("rank 1 needs about 78.8 GiB: it does not fit"));
     CHECK_THAT(pipeline("--ranks 4 --pp 4 --seq 2048"), !ContainsSubstring("it does not fit"));

@@ -395,7 +395,7 @@ TEST_CASE("--tp refuses in one line what it cannot divide", "[program][ranks][te
         {"gpt2", "--tp 0", "--tp must be at least 1"},
         {"gpt2", "--tp 4294967296 --cp 4294967296", "--tp 4294967296: at most 65536 ranks"},
         {"gpt2", "--tp 8 --ranks 8 --tp-mode 2.5d --tp-depth 4294967298", "--tp-depth 4294967298: at most 65536"},
-        {"gpt2", "--tp 2", "the 1 ranks cannot be divided into groups of 2"},
+        {"gpt2", "--tp 2", "--tp 2: one rank cannot be divided into groups of 2"},
         {"gpt2", "--ranks 3 --tp 2", "the 3 ranks cannot be divided into groups of 2"},
         {"gpt2", "--ranks 5 --tp 5", "the model's 12 heads cannot be divided among 5 ranks"},
         {"biases", "--ranks 3 --tp 3", "the model's 4 key/value heads cannot be given to 3 ranks evenly"},

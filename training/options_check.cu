@@ -128,8 +128,9 @@ void check_options(const TrainOptions& o) {
     std::string flags;
     for (const auto& [flag, size] : {std::pair("--tp", o.tp), {"--cp", o.cp}, {"--pp", o.pp}})
         if (size > 1) flags += concat(flags.empty() ? "" : " ", flag, " ", size);
-    check(rank_count(o.ranks) % group == 0, flags, ": the ", rank_count(o.ranks),
-          " ranks cannot be divided into groups of ", group, ": start a multiple of them (",
+    check(rank_count(o.ranks) % group == 0, flags, ": ",
+          rank_count(o.ranks) == 1 ? "one rank" : concat("the ", rank_count(o.ranks), " ranks"),
+          " cannot be divided into groups of ", group, ": start a multiple of them (",
           started_by_mpirun() ? "mpirun -np " : "--ranks ", group, ")");
     make_zigzag(o.seq, narrow(o.cp, "--cp"));  // Error where the sequence cannot be divided
     const int64_t n_ranks = o.data_ranks();
