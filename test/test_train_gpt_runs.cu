@@ -405,17 +405,21 @@ TEST_CASE("Ctrl-C ends with the step that it names, also where the next one is l
     check_same_end(run, other);
 }
 
-TEST_CASE("a token shard that is shortened while a run reads it is one clear line", "[program][train_gpt]") {
-    const TempFolder folder;
-    const int32_t header[256] = {20240520, 1, 1 << 20};
-    std::string shard(sizeof header + (2 << 20), '\0');
+// A run on a shard of n zeros, which `change` changes after the second step.
+static Outcome train_while_shard_changes(const TempFolder& folder, int32_t n, const std::string& change) {
+    const int32_t header[256] = {20240520, 1, n};
+    std::string shard(sizeof header + 2 * static_cast<size_t>(n), '\0');
     std::memcpy(shard.data(), header, sizeof header);
     spit(folder / "tokens.bin", shard);
-    const Outcome outcome = with_background(
-        folder,
-        concat("exec ", program_path("train_gpt"), kUntimed, " --data ", folder / "tokens.bin", kSmall,
-               "--steps 1000000 --val-every 0 --out ", folder / "run"),
-        concat("await 'step  *2/' out; truncate -s 0 ", folder / "tokens.bin", "; wait $pid; echo status $?"));
+    return with_background(folder,
+                           concat("exec ", program_path("train_gpt"), kUntimed, " --data ", folder / "tokens.bin",
+                                  kSmall, "--steps 1000000 --val-every 0 --out ", folder / "run"),
+                           concat("await 'step  *2/' out; ", change, "; wait $pid; echo status $?"));
+}
+
+TEST_CASE("a token shard that is shortened while a run reads it is one clear line", "[program][train_gpt]") {
+    const TempFolder folder;
+    const Outcome outcome = train_while_shard_changes(folder, 1 << 20, concat("truncate -s 0 ", folder / "tokens.bin"));
     CHECK(outcome.out == "status 2\n");
     CHECK(slurp(folder / "err") == "a file that was being read has been shortened by another program\n");
 }
@@ -423,16 +427,9 @@ TEST_CASE("a token shard that is shortened while a run reads it is one clear lin
 TEST_CASE("ids beyond the vocabulary that are written into a shard while a run reads it are one clear line",
           "[program][train_gpt]") {
     const TempFolder folder;
-    const int32_t header[256] = {20240520, 1, 4096};
-    std::string shard(sizeof header + 2 * 4096, '\0');
-    std::memcpy(shard.data(), header, sizeof header);
-    spit(folder / "tokens.bin", shard);
-    const Outcome outcome = with_background(
-        folder,
-        concat("exec ", program_path("train_gpt"), kUntimed, " --data ", folder / "tokens.bin", kSmall,
-               "--steps 1000000 --val-every 0 --out ", folder / "run"),
-        concat("await 'step  *2/' out; yes | dd of=", folder / "tokens.bin",
-               " bs=1 seek=1024 count=8192 conv=notrunc 2> ", folder / "dd", "; wait $pid; echo status $?"));
+    const Outcome outcome = train_while_shard_changes(
+        folder, 4096,
+        concat("yes | dd of=", folder / "tokens.bin", " bs=1 seek=1024 count=8192 conv=notrunc 2> ", folder / "dd"));
     CHECK(outcome.out == "status 2\n");
     const std::string err = slurp(folder / "err");
     INFO(err);
