@@ -368,8 +368,9 @@ $(BUILD)/cpu/%.o: cpu/%.cpp $(BUILD)/flags
 	@mkdir -p $(@D)
 	$(Q)$(CACHED_CXX) $(CXXFLAGS) $(DEVICE_PCH:%=-include %) $(depend) -c $< -o $@
 else
-# What ptxas reports of each kernel, its registers and what it spills, goes to X.ptxas (make spills); the rest to the terminal.
-report  = 2> $(1) || failed=1; grep -vE '^ptxas info *: ([0-9]+ bytes gmem|Compiling|Function prop|Used|Compile time)|bytes stack frame' \
+# What ptxas reports of each kernel, its registers and what it spills, goes to X.ptxas (make spills); the rest to the terminal,
+# but for $(2).
+report  = 2> $(1) || failed=1; grep -vE '^ptxas info *: ([0-9]+ bytes gmem|Compiling|Function prop|Used|Compile time$(2))|bytes stack frame' \
           $(1) >&2; [ -z "$$failed" ]
 $(BUILD)/%.o: %.cu $(BUILD)/flags
 	@mkdir -p $(@D)
@@ -381,14 +382,17 @@ $(BUILD)/%.o: %.cu $(BUILD)/flags
 	fi
 
 # The kernels of a file alone, without host code: a third of the time. Those of the tests and of dev/ only have to compile.
+# (-c says nothing to nvcc beside -cubin; without it ccache takes the command for one that links, and keeps nothing.)
 with_kernels = $(shell grep -lE '__global__|<<<|\.cuh"' $(1))
 unoptimized  = $(if $(filter test/% dev/%,$(1)),-Xcicc=-O0 -Xptxas=-O0)
+# Unoptimized wgmma wait for each other, of which ptxas informs in thousands of lines.
+serialized   = $(if $(filter test/% dev/%,$(1)),|\(C75[0-9]+\))
 define kernels_alone
 $(BUILD)/sm_$(1)/%.ptxas: %.cu $(BUILD)/flags
 	$(say) PTXAS '$$< for sm_$(1)'
 	@mkdir -p $$(@D)
-	$(Q)$(CACHED_NVCC) $(NVCCFLAGS) $$(call unoptimized,$$*) $(call TO_ARCH,$(1)) -MD -MP -MT $$@ -MF $$(@:.ptxas=.d) -cubin $$< -o $$(@:.ptxas=.cubin) \
-	    $$(call report,$$@)
+	$(Q)$(CACHED_NVCC) $(NVCCFLAGS) $$(call unoptimized,$$*) $(call TO_ARCH,$(1)) -MD -MP -MT $$@ -MF $$(@:.ptxas=.d) -cubin -c $$< -o $$(@:.ptxas=.cubin) \
+	    $$(call report,$$@,$$(call serialized,$$*))
 endef
 $(foreach a,$(sort 80 90a $(ARCH)),$(eval $(call kernels_alone,$(a))))
 
