@@ -259,9 +259,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     hopper_matmul_split_kernel(const __grid_constant__ Operands maps, Schedule schedule, Result result) {
     Shared& shared = *reinterpret_cast<Shared*>(shared_tiles());
     const int group = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kGroup, 0);  // the same for a warp
-    if (threadIdx.x < sizeof shared.ones / sizeof *shared.ones) shared.ones[threadIdx.x] = pack<Number>(1.0f, 1.0f);
-    if (threadIdx.x == 0) init_ring(shared.ring, kConsumers);
-    fence_proxy_async();
+    if (threadIdx.x < sizeof shared.ones / sizeof *shared.ones) {
+        shared.ones[threadIdx.x] = pack<Number>(1.0f, 1.0f);
+        if (threadIdx.x == 0) init_ring(shared.ring, kConsumers);
+        fence_proxy_async();
+    }
     __syncthreads();  // ones and mbarriers are there. This is the last barrier of all threads
 
     uint32_t round = 0;

@@ -7,8 +7,9 @@
 # those in the files ONCE (test/test_ONCE.cu), once is enough; for those with the tag [shapes], one seed: they run the same
 # kernels on one stream for dozens of shapes, each of which is another order.
 #
-# Three runs go on at the same time, each mostly on one core: the tests of programs; strict mode; and the other tests, behind
-# those of programs that wait for each other, which need no core.
+# Three runs go on at the same time, each mostly on one core: the tests of programs; strict mode with its first seed; and the
+# other tests, between those of programs that wait for each other, which need no core, and strict mode with the other seeds.
+# So the three end within a minute of each other.
 #
 # On a GPU each test has a process of its own: test/run_each.sh.
 #
@@ -48,17 +49,21 @@ run() {
     fi
 }
 
-strict_runs() {
-    local filter='~[.]~[program]' test seed
-    for test in "$@"; do filter+="~[#test_$test]"; done
-    CUDA_CPU_STRICT=1 run strict-seed-1 --filenames-as-tags "$filter"
-    for seed in 2 3; do CUDA_CPU_STRICT=$seed run "strict-seed-$seed" --filenames-as-tags "$filter~[shapes]"; done
+strict_filter='~[.]~[program]'
+for test in "$@"; do strict_filter+="~[#test_$test]"; done
+# run_strict SEED FILTER
+run_strict() {
+    CUDA_CPU_STRICT=$1 run "strict-seed-$1" --filenames-as-tags "$2"
 }
 
 set -m  # a process group of its own, that ends with us
-strict_runs "$@" > "$runs/strict.txt" &
+run_strict 1 "$strict_filter" > "$runs/strict.txt" &
 strict=$!
-{ run messages '[comm][program]~[.]'; run functions '~[.]~[program]'; } > "$runs/functions.txt" &
+{
+    run messages '[comm][program]~[.]'
+    run functions '~[.]~[program]'
+    for seed in 2 3; do run_strict $seed "$strict_filter~[shapes]"; done
+} > "$runs/functions.txt" &
 functions=$!
 set +m
 trap 'kill -- -$strict -$functions 2> /dev/null' EXIT

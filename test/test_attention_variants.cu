@@ -8,7 +8,7 @@
 // losses agree to the bit: a token's row of a matrix product is the same bits at every place and in any batch
 // (cpu/sgemm.h; a GPU's library promises it for products of one shape), and so are the other layers. Gradients differ
 // in the order in which documents add up. In 16 bits attention works in tiles that a document's place shifts.
-TEST_CASE("documents packed in a row give the losses that they have apart", "[model][documents]") {
+TEST_CASE("documents packed in a row give the losses that they have apart", "[model][documents][shapes]") {
     const int64_t B = 2, T = 192;
     const std::vector<std::vector<int64_t>> lengths = {{37, 11, 1, 47, 95, 1}, {13, 24, 1, 9, 145}};
     for (Config config : {small_llama(), small_gpt2(), small_mla(16), small_mfa()}) {

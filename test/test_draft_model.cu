@@ -37,7 +37,7 @@ double acceptance(const EngineWithMemory& e) {
 
 }  // namespace
 
-TEST_CASE("greedy answers with a draft model are those of transformers' generate", "[inference][draft]") {
+TEST_CASE("greedy answers with a draft model are those of transformers' generate", "[inference][draft][shapes]") {
     const auto golden = parsed_json(read_text_file("test/golden/generate/greedy.json"));
     int n = 0;
     for (const std::string& name : golden.getMemberNames()) {
@@ -61,7 +61,7 @@ TEST_CASE("greedy answers with a draft model are those of transformers' generate
 }
 
 TEST_CASE("a sampled answer with a draft model is the same tokens as without, alone and among others",
-          "[inference][draft]") {
+          "[inference][draft][shapes]") {
     for (const Config& config : {small_gpt2(), small_qwen3(), small_mla(16)}) {
         const ModelWithMemory m(config, config.T_max, DType::bf16);
         const ModelWithMemory other(other_model(config.V, config.T_max), config.T_max, DType::bf16);

@@ -6,7 +6,7 @@
 
 #include <limits>
 
-TEST_CASE("greedy answers are those of transformers' generate", "[inference][engine]") {
+TEST_CASE("greedy answers are those of transformers' generate", "[inference][engine][shapes]") {
     const auto golden = parsed_json(read_text_file("test/golden/generate/greedy.json"));
     for (const std::string& name : golden.getMemberNames()) {
         const json& of_model = golden[name];
