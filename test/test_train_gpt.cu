@@ -605,6 +605,17 @@ TEST_CASE("a checkpoint without one of its files is not whole", "[program][train
     }
 }
 
+TEST_CASE("a checkpoint with the optimizer's states twice is an error", "[program][train_gpt]") {
+    const TempFolder folder;
+    const std::string run = folder / "run";
+    REQUIRE(train("--steps 4 --save-every 2 --stop-after 2 --out " + run).status == 0);
+    const std::string checkpoint = newest_checkpoint(run);
+    std::filesystem::copy(checkpoint + "/optimizer.safetensors", checkpoint + "/optimizer-00001-of-00001.safetensors");
+    const Outcome outcome = run_program("train_gpt", "--resume --out " + run);
+    CHECK(outcome.status == 2);
+    CHECK_THAT(outcome.err, ContainsSubstring("are files of two checkpoints in it?"));
+}
+
 // The held-out sequences are the same however they are divided: the last micro-batch may be part empty.
 TEST_CASE("the validation loss depends on neither ranks nor micro-batches", "[program][train_gpt]") {
     const TempFolder folder;

@@ -192,7 +192,8 @@ class SavedStates {
                                          std::min({w.run, w.n - k, used_n - w.local_first - k}), w.local_first + k);
         }
         check(n_filled == used_n, folder_, ": '", name, "' has ", n_filled, " of the ", used_n,
-              " elements that the model asks for; is a file missing?");
+              " elements that the model asks for; ",
+              n_filled < used_n ? "is a file missing?" : "are files of two checkpoints in it?");
         copy_to_device(tensor, bytes.data());
     }
 
