@@ -4,9 +4,9 @@
 //                   norm_scale, grads      values, copy, m, v        weights
 //
 // The update of an element is the function that the device's kernels call (optim/adam.h). A block of threads becomes a
-// loop over a tile: g++ makes SIMD instructions of it (16 elements each with AVX-512), and OpenMP gives each core its
-// share of the tiles. An element reads g, m, v, w and writes m, v, w and perhaps a copy: 28 bytes, as on the device. So
-// memory is the limit here, too: a server with 200 GB/s updates 7 billion parameters per second.
+// loop over a tile: g++ makes SIMD instructions of it (8 elements each, also with AVX-512), and OpenMP gives each core
+// its share of the tiles. An element reads g, m, v, w and writes m, v, w and perhaps a copy: 28 bytes, as on the
+// device. So memory is the limit here, too: a server with 200 GB/s updates 7 billion parameters per second.
 //
 // g++ compiles this file for both devices (no kernel, no launch), with -march=native and without contraction to fmaf.
 #include "core/run_on_host.h"

@@ -23,9 +23,9 @@
 
 namespace {
 
-// A tile of at most kTileN elements of one parameter is updated by threads that have four neighbours each (on the CPU
-// device one; with stochastic rounding eight times four, which share draws of random bits). Memory is the limit: an
-// element reads g, m, v, w and writes m, v, w, 28 bytes.
+// A tile of at most kTileN elements of one parameter is updated by threads that have a pack of four neighbours each (on
+// the CPU device one); with stochastic rounding eight packs, which share draws of random bits (on the CPU device eight
+// chunks). Memory is the limit: an element reads g, m, v, w and writes m, v, w, 28 bytes.
 template <class F, class G>
 __global__ void __launch_bounds__(kTileThreads<F>* kBlockTiles<F>)
     adamw_kernel(typename F::Value* __restrict__ values, typename F::Copy* __restrict__ copy, float* __restrict__ ms,

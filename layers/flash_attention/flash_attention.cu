@@ -146,7 +146,7 @@ FlashArguments check_arguments(const char* operation, const char* out_name, cons
 
 // On an H100 FlashAttention-2, with mma.sync, reaches 35 % of what the tensor cores can do, FlashAttention-3, with
 // wgmma, 75 % (Shah et al. 2024, arXiv:2407.08608). `make bench` times ours: "attention mma" and "attention hopper".
-// On the CPU device each tensor core instruction is emulated by a function, 30 times slower than its CUDA cores' loops.
+// On the CPU device a function emulates each tensor core instruction: tens of times slower than its CUDA cores' loops.
 // The copy engine moves 16 bytes at least, so heads that are not packed take mma.sync on a Hopper GPU too.
 FlashTier automatic_tier(DType dtype, bool packed) {
     if (dtype == DType::f32 || device().is_cpu) return FlashTier::cuda_cores;
