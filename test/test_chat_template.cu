@@ -32,7 +32,7 @@ TEST_CASE("A form writes what transformers writes by the models' own templates",
     const json golden = parsed_json(read_text_file("test/golden/chat.json"));
     std::set<std::string> held = {"plain"};  // our own
     for (const json& form : golden["forms"]) {
-        const ChatTemplate& chat = find_chat_template(as<std::string>(form["form"]), "");
+        const ChatTemplate chat = find_chat_template(as<std::string>(form["form"]), "");
         held.insert(chat.name);
         CHECK(form["texts"].size() >= 6);
         for (const std::string& conversation : form["texts"].getMemberNames()) {

@@ -612,11 +612,11 @@ TEST_CASE("a client that goes away frees its pages; too many clients are refused
         int64_t pages = 0;
         for (const json& run : engine["pages"])
             pages += run[0] == engine["requests"][0]["id"] ? as<int64_t>(run[2]) : 0;
-        CHECK(pages == engine["pages_used"]);
+        CHECK(engine["pages_used"] == pages);
         int64_t kept = 0;
         for (const json& run : engine["pages"]) kept += run[0] == -1 ? as<int64_t>(run[2]) : 0;
         CHECK(kept > 0);
-        CHECK(kept == engine["pages_kept"]);
+        CHECK(engine["pages_kept"] == kept);
         client.leave();
         CHECK(becomes(server, "llm_running", 0));
         CHECK(metric(server, "llm_pages_used") == 0);
