@@ -93,6 +93,12 @@ inline std::string mpirun_command(int n, int seconds = 60) {
     return concat("env OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 timeout ", seconds,
                   " mpirun --oversubscribe -np ", n, " ");
 }
+// A command line for two processes that differ: shell text for rank 0, and for rank 1, both without a '. (mpirun has a
+// form for it, FIRST : SECOND, but the one of Debian 13, Open MPI 5.0.7, crashes there: open-mpi/ompi, issue 13303.)
+inline std::string mpirun_of_two(const std::string& first, const std::string& second) {
+    return concat(mpirun_command(2), "sh -c 'if [ $OMPI_COMM_WORLD_RANK = 0 ]; then ", first, "; else ", second,
+                  "; fi'");
+}
 
 // Are the bytes that cudaMemGetInfo says were taken those that were planned? The CPU device counts bytes. A GPU hands
 // out memory in pieces of 2 MiB: each of the at most 16 arenas may take one more piece than its bytes, or lie in a

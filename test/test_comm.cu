@@ -611,9 +611,8 @@ TEST_CASE("a process that fails, hangs or is killed takes the job down, named", 
 
     // A process that never starts MPI: the others wait inside MPI's start, where nobody has a number yet. They come
     // later than it ends, because of one that ends while they are there mpirun itself ends the job.
-    const std::string late =
-        concat("sh -c 'sleep 1; exec ", program_path("comm_check"), " --timeout 0.4 check' : -np 1 true");
-    CHECK(seconds([&] { run = run_shell(concat("unset CUDA_CPU_STRICT; timeout 20 ", mpirun_command(1), late)); }) <
+    const std::string late = concat("sleep 1; exec ", program_path("comm_check"), " --timeout 0.4 check");
+    CHECK(seconds([&] { run = run_shell(concat("unset CUDA_CPU_STRICT; timeout 20 ", mpirun_of_two(late, "true"))); }) <
           15);
     CHECK(run.status == 2);
     CHECK_THAT(run.err, ContainsSubstring("the start: MPI has waited 2") &&

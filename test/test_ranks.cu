@@ -487,7 +487,7 @@ TEST_CASE("ranks that were started differently are refused by name", "[program][
         {folder / "train_gpt", data + common, "the program is "}};
     for (const auto& [its_program, flags, words] : others) {
         const Outcome run =
-            run_shell(concat(mpirun_command(1), program, data, common, " : -np 1 ", its_program, flags));
+            run_shell(mpirun_of_two(concat("exec ", program, data, common), concat("exec ", its_program, flags)));
         INFO(run.out << run.err);
         CHECK(run.status != 0);
         CHECK_THAT(run.err, ContainsSubstring("rank 1: " + words));
@@ -508,9 +508,8 @@ TEST_CASE("ranks that were started differently are refused by name", "[program][
     for (const auto& [flags, words] :
          {std::pair<std::string, std::string>{" --data text.txt", "the checksum of the data is "},
           {" --init . --data " + (folder / "digits.txt"), "the checksum of the weights of --init is "}}) {
-        const std::string here = concat(" ", program, flags, common);
-        const Outcome run =
-            run_shell(concat(mpirun_command(1), "-wdir ", folder / "a", here, " : -np 1 -wdir ", folder / "b", here));
+        const std::string here = concat(" && exec ", program, flags, common);
+        const Outcome run = run_shell(mpirun_of_two("cd " + (folder / "a") + here, "cd " + (folder / "b") + here));
         INFO(run.out << run.err);
         CHECK(run.status != 0);
         CHECK_THAT(run.err, ContainsSubstring("rank 1: " + words));
@@ -539,10 +538,9 @@ TEST_CASE("a file that one rank does not find is its reason, also with a pipelin
     const TempFolder folder;
     for (const char* host : {"a", "b"}) std::filesystem::create_directories(folder / host);
     std::filesystem::copy_file(model_file("deep-gqa"), folder / "a/config.json");
-    const std::string flags = concat(" ", program_path("train_gpt"), " --model config.json --data ", text_file(),
-                                     " --pp 2 --comm-timeout 30 --out ", folder / "run");
-    const Outcome run =
-        run_shell(concat(mpirun_command(1), "-wdir ", folder / "a", flags, " : -np 1 -wdir ", folder / "b", flags));
+    const std::string here = concat(" && exec ", program_path("train_gpt"), " --model config.json --data ", text_file(),
+                                    " --pp 2 --comm-timeout 30 --out ", folder / "run");
+    const Outcome run = run_shell(mpirun_of_two("cd " + (folder / "a") + here, "cd " + (folder / "b") + here));
     INFO(run.err);
     CHECK(run.status != 0);
     CHECK_THAT(run.err, ContainsSubstring("rank 1: ") && ContainsSubstring("config.json"));

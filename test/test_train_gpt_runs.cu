@@ -186,9 +186,8 @@ TEST_CASE("where one rank cannot write its part, all of them know", "[program][t
     const TempFolder folder;
     const std::string run = folder / "run";
     REQUIRE(train("--steps 9 --val-every 0 --save-every 3 --stop-after 3 --out " + run).status == 0);
-    const std::string rank = program_path("train_gpt") + " --zero 1 --resume --out " + run;
-    const Outcome outcome = run_shell(concat("export OMP_NUM_THREADS=1; ", mpirun_command(1), rank,
-                                             " : -np 1 sh -c 'ulimit -f 800; exec ", rank, "'"));
+    const std::string rank = "exec " + program_path("train_gpt") + " --zero 1 --resume --out " + run;
+    const Outcome outcome = run_shell("export OMP_NUM_THREADS=1; " + mpirun_of_two(rank, "ulimit -f 800; " + rank));
     INFO(outcome.out << outcome.err);
     CHECK(outcome.status != 0);
     const std::string newest = "the newest checkpoint is " + run + "/checkpoints/step-00000003";
