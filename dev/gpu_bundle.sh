@@ -92,8 +92,8 @@ for cuda in "$CUDA_HOME/extras/CUPTI" "$CUDA_HOME"; do
 done
 [ -d "$part/cupti" ] || echo "gpu-bundle: no CUPTI in $CUDA_HOME: make profile will need the GPU machine's"
 
-# Open MPI finds its parts under OPAL_PREFIX.
-if command -v mpirun > /dev/null && mpirun --version 2> /dev/null | head -n 1 | grep -q 'Open MPI'; then
+# Open MPI 4 finds its parts under OPAL_PREFIX. Version 5 starts processes by programs and libraries of other names.
+if command -v mpirun > /dev/null && mpirun --version 2> /dev/null | head -n 1 | grep -q 'Open MPI) 4\.'; then
     mpi=$part/mpi
     home=$(dirname "$(dirname "$(readlink -f "$(command -v mpirun)")")")           # /usr
     libraries=$(dirname "$(ldd "$(readlink -f "$(command -v mpirun)")" | awk '/libopen-rte/ { print $3 }')")
@@ -124,7 +124,7 @@ export OMPI_MCA_mca_base_component_path=\$mpi/$relative/openmpi/lib/openmpi3:\$m
 export PMIX_MCA_mca_base_component_path=\$mpi/$relative/pmix2/lib/pmix
 END
 else
-    echo "gpu-bundle: no Open MPI here (apt install openmpi-bin libopenmpi-dev): the ranks of the GPU machine will be threads only"
+    echo "gpu-bundle: no Open MPI 4 here (apt install openmpi-bin libopenmpi-dev; version 5 is left out): the ranks of the GPU machine will be threads only"
 fi
 
 kilobytes=$(du -sk "$part" | cut -f 1)
