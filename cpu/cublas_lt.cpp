@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "cublas_lt.h"
+#include "device.h"
 
 struct cublasLtContext {};
 
