@@ -23,7 +23,7 @@ constexpr int kRankHeight = kComputing + kCommunication + kRankGap;
 constexpr int kMaxRanks = 16;
 constexpr size_t kMaxPanels = 4;
 constexpr double kText = 9, kApart = 9;  // pixels: height of capitals; between two arrows on one lane
-constexpr Canvas::Color kInk{40, 40, 40}, kPale{150, 150, 150}, kGrid{225, 225, 225};
+constexpr Canvas::Color kInk{40, 40, 40}, kPale{150, 150, 150};
 
 struct Style {
     const char* start;  // of TraceEvent::what
