@@ -88,10 +88,11 @@ void CommandLine::parse(const ProgramWords& program, int argc, char** argv, cons
     for (CLI::Option* option : app.get_options()) {
         if (option->get_type_size() > 0) {
             option->take_last();
-            // CLI11 itself writes defaults as "TEXT=tiny" in version 2.3, and as "TEXT [tiny]" from 2.4 on.
-            const std::string value = option->get_default_str();
-            option->option_text(concat(option->get_type_name(), value.empty() ? "" : "=", value,
-                                       option->get_expected_max() > 1 ? " ..." : ""));
+            // CLI11 itself writes a default as "TEXT=tiny" in version 2.3, and as "TEXT [tiny]" from 2.4 on.
+            const bool several = option->get_expected_max() > 1;
+            const std::string value = several ? "" : option->get_default_str();
+            option->option_text(
+                concat(option->get_type_name(), value.empty() ? "" : "=", value, several ? " ..." : ""));
         }
         if (!option->get_group().empty()) shown.push_back(name_of(*option));
     }
