@@ -278,8 +278,9 @@ class Elementwise final : public Optimizer {
         check_optimizer_input(Update::kName, units, options);
         for (size_t u = 0; u < units.size(); ++u) {
             int64_t first = table_.first_state[u];
+            places_.emplace_back();
             for (const Param& param : units[u].params) {
-                places_.push_back({param.name, u, packed ? first : first + param.offset, param.value.n()});
+                places_[u].push_back({param.name, packed ? first : first + param.offset, param.value.n()});
                 if (packed) first += param.value.n();
             }
         }
@@ -326,16 +327,14 @@ class Elementwise final : public Optimizer {
         std::vector<OptimizerState> all;
         for (size_t u = 0; u < units_.size(); ++u)
             for (int k = 0; k < kN; ++k)
-                for (const Place& place : places_)
-                    if (place.unit == u)
-                        all.push_back({Update::kStates[k], place.name, u, states_[k].slice(place.first, place.n)});
+                for (const Place& place : places_[u])
+                    all.push_back({Update::kStates[k], place.name, u, states_[k].slice(place.first, place.n)});
         return all;
     }
 
   private:
     struct Place {
         std::string name;
-        size_t unit;
         int64_t first, n;
     };
     float* state(int k, int64_t first, int64_t n) const {
@@ -345,7 +344,7 @@ class Elementwise final : public Optimizer {
     OptimizerOptions options_;
     std::vector<UpdatedUnit> units_;
     TileTable table_;
-    std::vector<Place> places_;  // of the parameters' states
+    std::vector<std::vector<Place>> places_;  // by unit: of the parameters' states
     std::array<Tensor, 2> states_;
     Tensor tiles_;
 };

@@ -13,10 +13,18 @@
 
 #include <algorithm>
 #include <cmath>
+#include <span>
 
 namespace {
 
 constexpr int64_t kAlignN = 64;  // shards begin on 256 bytes in f32, like parameters
+
+// Those of a unit. (Not by asking all of them: a model may have thousands of units.)
+std::span<const Param> params_of(const Unit& unit, const std::vector<Param>& params) {
+    const auto lies_before = [](const Param& param, int64_t place) { return param.offset < place; };
+    const auto first = std::lower_bound(params.begin(), params.end(), unit.offset, lies_before);
+    return {first, std::lower_bound(first, params.end(), unit.offset + unit.n, lies_before)};
+}
 
 // The boundaries of a unit's shards, at the allowed places nearest to those that would make all ranks' totals equal.
 // loads: elements that each rank has of the units before; this unit's are added.
@@ -28,9 +36,8 @@ std::vector<int64_t> shard_boundaries(const Unit& unit, const std::vector<Param>
     if (sharding.naive || size == 1) return bounds;  // all of it is rank 0's
 
     std::vector<int64_t> allowed;
-    for (const Param& param : params) {
+    for (const Param& param : params_of(unit, params)) {
         const int64_t first = param.offset - unit.offset, step = sharding.granularity;
-        if (first < 0 || first >= unit.n) continue;
         allowed.push_back(first);
         for (int64_t e = step; step > 0 && e < param.value.n(); e += step) allowed.push_back(first + e);
     }
@@ -156,10 +163,10 @@ std::vector<UpdatedUnit> FlatParameters::updated_units() const {
 std::vector<Param> FlatParameters::updated_params(size_t u) const {
     const Range range = updated(u);
     std::vector<Param> pieces;
-    for (const Param& param : params) {
+    for (const Param& param : params_of(units[u], params)) {
         const int64_t begin = param.offset - units[u].offset, end = begin + param.value.n();
         const int64_t low = std::max(begin, range.first), high = std::min(end, range.first + range.n);
-        if (begin < 0 || end > units[u].n || low >= high) continue;
+        if (low >= high) continue;
         Param piece = param;
         piece.offset = low - range.first;
         piece.first = low - begin;
@@ -171,8 +178,8 @@ std::vector<Param> FlatParameters::updated_params(size_t u) const {
 
 std::vector<Range> FlatParameters::gaps(size_t u) const {
     std::vector<Range> taken, gaps;
-    for (const Param& param : params)
-        if (unit_of(param) == u) taken.push_back({param.offset - units[u].offset, param.value.n()});
+    for (const Param& param : params_of(units[u], params))
+        taken.push_back({param.offset - units[u].offset, param.value.n()});
     std::ranges::sort(taken, {}, &Range::first);
     taken.push_back({units[u].n, 0});
     int64_t at = 0;
@@ -192,8 +199,8 @@ size_t FlatParameters::unit_of(const Param& param) const {
 std::vector<Range> FlatParameters::counted(size_t u) const {
     const Range its = shard(u);
     std::vector<Range> left_out;  // in the shard
-    for (const Param& param : params) {
-        if ((param.counted && param.copy_of.empty()) || unit_of(param) != u) continue;
+    for (const Param& param : params_of(units[u], params)) {
+        if (param.counted && param.copy_of.empty()) continue;
         const int64_t begin = param.offset - units[u].offset - its.first;
         const int64_t low = std::max<int64_t>(0, begin), high = std::min(its.n, begin + param.value.n());
         if (low < high) left_out.push_back({low, high - low});
