@@ -160,9 +160,9 @@ Json::Value parse_json(std::string_view text, const std::string& name, int max_d
     const size_t end_of_place = errors.find('\n'), end = errors.find('\n', end_of_place + 1);
     int line = 0, column = 0;
     std::sscanf(errors.c_str(), "* Line %d, Column %d", &line, &column);
-    std::string what = one_line(errors.substr(end_of_place + 3, end - end_of_place - 3));
+    std::string what = errors.substr(end_of_place + 3, end - end_of_place - 3);
     if (what.ends_with('.')) what.pop_back();  // the sentence may go on
-    fail(name, ": not valid JSON at line ", line, ", column ", column, ": ", what);
+    fail(name, ": not valid JSON at line ", line, ", column ", column, ": ", one_line(what));
 }
 
 Json::Value read_json_file(const std::string& path) { return parse_json(read_text_file(path), path); }
