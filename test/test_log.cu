@@ -213,12 +213,13 @@ TEST_CASE("TensorBoard: framed, checksummed events") {
         TensorBoardLog log(folder / "tb", -1);
         log.scalar("loss/train", 1, 2.5);
         log.scalar(std::string(300, 't'), int64_t{1} << 40, -0.125);
+        for (const int64_t step : {127, 128}) log.scalar("", step, 0);  // varints of one byte and of two
     }
     std::string path;
     for (const auto& entry : std::filesystem::directory_iterator(folder / "tb")) path = entry.path().string();
     CHECK(path.find("/events.out.tfevents.") != std::string::npos);
     auto events = events_of(path);
-    REQUIRE(events.size() == 4);
+    REQUIRE(events.size() == 6);
     CHECK(events[0][3] == "brain.Event:2");
     CHECK(take<int64_t>(events[1][2]) == 0);
     CHECK(take<int64_t>(fields_of(events[1][7])[1]) == 1);  // SessionLog START
@@ -231,6 +232,8 @@ TEST_CASE("TensorBoard: framed, checksummed events") {
     value = fields_of(fields_of(events[3][5])[1]);
     CHECK(value[1] == std::string(300, 't'));
     CHECK(take<float>(value[2]) == -0.125f);
+    CHECK(take<int64_t>(events[4][2]) == 127);
+    CHECK(take<int64_t>(events[5][2]) == 128);
 }
 
 TEST_CASE("TensorBoard: a resumed run writes a new file that is read after the old one, and says where it starts") {
@@ -250,6 +253,7 @@ TEST_CASE("TensorBoard: a resumed run writes a new file that is read after the o
     const std::string future = "events.out.tfevents.4000000000.host.1";
     spit(folder / future, "");
     spit(folder / "events.out.tfevents.", "");
+    spit(folder / "events.out.tfevents.9999999999.x", "");  // the last time that has ten digits
     spit(folder / "events.out.tfevents.99999999999999999999.x", "");
     { TensorBoardLog log(folder.path, 40); }
     bool found = false;
@@ -259,6 +263,11 @@ TEST_CASE("TensorBoard: a resumed run writes a new file that is read after the o
 
     spit(folder / "file", "");
     CHECK(one_line_with(error_of([&] { TensorBoardLog log(folder / "file", 0); }), folder / "file"));
+    {
+        const FileSizeLimit limit(20);
+        CHECK_FALSE(error_of([&] { TensorBoardLog log(folder / "full", 0); }).empty());
+    }
+    CHECK(std::filesystem::is_empty(folder / "full"));
 }
 
 TEST_CASE("TensorBoard: what a full disk has taken of a row is not written again") {
