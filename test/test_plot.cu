@@ -5,7 +5,8 @@
 #include <cmath>
 #include <random>
 
-#include "io/io.h"
+#include "json.h"
+#include "parallel/comm/transport.h"
 #include "stb_image.h"
 #include "temp_folder.h"
 #include "test.h"
@@ -308,4 +309,82 @@ TEST_CASE("plot: a million noisy steps take no million strokes") {
     const Picture picture = draw(plot);
     CHECK(seconds_now() - begin < 20);  // all strokes: minutes
     CHECK(picture.columns_of(0, 114, 178, true).back() > 500);
+}
+
+TEST_CASE("a trace has each event at its place: as a picture, for Perfetto, and as a line") {
+    const TempFolder folder;
+    using E = TraceEvent;
+    const std::string call = "all_reduce #1 of dp";
+    // Step 1 takes a second, and step 2, of rank 1 alone, another one.
+    const std::vector<TraceEvent> events = {{E::computing, 0, -1, 1, 0, 2, 2.25, "forward of block 3"},
+                                            {E::collective, 1, -1, 1, 4096, 2.125, 2.75, call},
+                                            {E::sending, 0, 1, 1, 4096, 2.25, 2.5, call},
+                                            {E::receiving, 1, 0, 1, 4096, 2.125, 2.75, call},
+                                            {E::sending, 0, 1, 1, 8, 2.5, 2.5, "send of dp"},
+                                            {E::receiving, 1, 0, 1, 8, 2.5, 3, "recv of dp"},
+                                            {E::sending, 0, 1, 1, 100, 2.5, 2.625, call},
+                                            {E::receiving, 1, 0, 1, 100, 2.75, 2.875, call},
+                                            {E::computing, 1, -1, 2, 0, 3.5, 4.5, "update"}};
+    write_trace(folder.path, events);
+    const Picture picture(folder / "trace.png");
+    REQUIRE(picture.width == 1600);
+    REQUIRE(picture.height == 44 + 2 * (40 + 2 * 62 + 34));
+    // Of this colour, below the legend: first and last column, first and last row. The last column of a bar is white.
+    const auto check_bar = [&](int r, int g, int b, const std::vector<double>& wanted) {
+        std::vector<double> box = {1e9, -1, 1e9, -1};
+        for (int y = 44; y < picture.height; ++y)
+            for (int x = 0; x < picture.width; ++x)
+                if (picture.is(x, y, r, g, b))
+                    box = {std::min<double>(box[0], x), std::max<double>(box[1], x), std::min<double>(box[2], y),
+                           std::max<double>(box[3], y)};
+        for (size_t i = 0; i < 4; ++i) CHECK(box[i] == Approx(wanted[i]).margin(2));
+    };
+    const auto x_of = [](double fraction) { return 190 + fraction * (1600 - 190 - 40); };
+    check_bar(110, 165, 215, {x_of(0), x_of(0.25) - 1, 85, 109});     // forward
+    check_bar(205, 75, 75, {x_of(0.125), x_of(0.75) - 1, 173, 191});  // all_reduce
+    check_bar(120, 190, 120, {x_of(0), x_of(1) - 1, 345, 369});       // update
+    const auto darkest = [&](double x, int y) {
+        double most = 0;
+        for (int dy = -2; dy <= 2; ++dy) most = std::max(most, picture.darkness(static_cast<int>(x), y + dy));
+        return most;
+    };
+    // In the middle of the arrow of 4096 bytes, and where that of 8 bytes would be.
+    CHECK(darkest((x_of(0.25) + x_of(0.75)) / 2, 151) > 0.4);
+    CHECK(darkest((x_of(0.5) + x_of(1)) / 2, 151) < 0.1);
+
+    std::vector<std::string> bars, arrows;
+    const Json::Value trace = parsed_json(slurp(folder / "trace.json"));
+    for (const Json::Value& e : trace["traceEvents"]) {
+        const std::string phase = e["ph"].asString();
+        const std::string where =
+            concat("rank ", e["pid"].asInt(), " row ", e["tid"].asInt(), " at ", e["ts"].asDouble());
+        if (phase == "X")
+            bars.push_back(concat(where, " for ", e["dur"].asDouble(), " ", e["name"].asString(), ", step ",
+                                  e["args"]["step"].asInt(), ", ", e["args"]["bytes"].asInt(), " bytes"));
+        if (phase == "s" || phase == "f") arrows.push_back(concat(phase, e["id"].asInt(), " ", where));
+    }
+    CHECK(bars ==
+          std::vector<std::string>{"rank 0 row 0 at 2e+06 for 250000 forward of block 3, step 1, 0 bytes",
+                                   "rank 1 row 1 at 2.125e+06 for 625000 all_reduce #1 of dp, step 1, 4096 bytes",
+                                   "rank 1 row 1 at 2.125e+06 for 625000 receive from 0, step 1, 4096 bytes",
+                                   "rank 0 row 1 at 2.25e+06 for 250000 send to 1, step 1, 4096 bytes",
+                                   "rank 0 row 1 at 2.5e+06 for 0 send to 1, step 1, 8 bytes",
+                                   "rank 1 row 1 at 2.5e+06 for 500000 receive from 0, step 1, 8 bytes",
+                                   "rank 0 row 1 at 2.5e+06 for 125000 send to 1, step 1, 100 bytes",
+                                   "rank 1 row 1 at 2.75e+06 for 125000 receive from 0, step 1, 100 bytes",
+                                   "rank 1 row 0 at 3.5e+06 for 1e+06 update, step 2, 0 bytes"});
+    CHECK(arrows == std::vector<std::string>{"s1 rank 0 row 1 at 2.25e+06", "f1 rank 1 row 1 at 2.75e+06",
+                                             "s2 rank 0 row 1 at 2.5e+06", "f2 rank 1 row 1 at 2.875e+06"});
+    CHECK(trace_line(events[2]) == "trace    step 1  rank 0 -> 1     4.00 KiB    250000 us  all_reduce #1 of dp\n");
+    CHECK(trace_line(events[3]) == "trace    step 1  rank 1 <- 0     4.00 KiB    625000 us  all_reduce #1 of dp\n");
+}
+
+TEST_CASE("the picture of a trace has four steps and sixteen ranks") {
+    const TempFolder folder;
+    std::vector<TraceEvent> events;
+    for (int rank = 0; rank < 17; ++rank)
+        for (int step = 1; step <= 5; ++step)
+            events.push_back({.rank = rank, .step = step, .start = step + 0.0, .end = step + 0.5, .what = "update"});
+    write_trace_picture(folder / "x.png", events, 17);
+    CHECK(Picture(folder / "x.png").height == 44 + 4 * (40 + 16 * 62 + 34) + 24);
 }
