@@ -106,8 +106,8 @@ TEST_CASE("JSON is written in the order that it is given, and is UTF-8") {
     object.set("empty", JsonText::object());
     object.set("none", JsonText::array());
     CHECK(object.str() == R"({"z":1,"a":{"b":null,"c":true},"list":[1,"x",0.5],"empty":{},"none":[]})");
-    CHECK(JsonText{{"a\"", JsonText::array({"[{", "\\\""})}, {"b", JsonText::object()}}.indented(2) ==
-          "{\n  \"a\\\"\": [\n    \"[{\",\n    \"\\\\\\\"\"\n  ],\n  \"b\": {}\n}");
+    CHECK(JsonText{{"a\"", JsonText::array({"[{:,", "\\\""})}, {"b", JsonText::object()}}.indented(2) ==
+          "{\n  \"a\\\"\": [\n    \"[{:,\",\n    \"\\\\\\\"\"\n  ],\n  \"b\": {}\n}");
     CHECK(JsonText("\"\\\b\f\n\r\t\x01\x1f\x7f/\u00e9").str() ==
           "\"\\\"\\\\\\b\\f\\n\\r\\t\\u0001\\u001f\x7f/\u00e9\"");
     CHECK(JsonText(std::string("a\0b", 3)).str() == "\"a\\u0000b\"");
@@ -119,8 +119,8 @@ TEST_CASE("JSON is written in the order that it is given, and is UTF-8") {
     CHECK(is_utf8("a\u00e9\U0001F600"));
     CHECK_FALSE(is_utf8("a\xe2\x96"));
     CHECK(JsonText(UINT64_MAX).str() == "18446744073709551615");
-    CHECK(JsonText(parsed_json(R"({"b": [1, -2, 1.5, "t", false, null], "a": {}})")).str() ==
-          R"({"a":{},"b":[1,-2,1.5,"t",false,null]})");
+    CHECK(JsonText(parsed_json(R"({"b": [1, -2, 1.5, "t", false, null, 18446744073709551615], "a": {}})")).str() ==
+          R"({"a":{},"b":[1,-2,1.5,"t",false,null,18446744073709551615]})");
 }
 
 TEST_CASE("numbers are written so that the same bits are read") {
