@@ -18,16 +18,39 @@
 
 namespace {
 
-// The optimizer's states by kind: "m", "v", "row", ...; of what this rank updates.
-std::vector<std::pair<std::string, double>> optimizer_states(const Trainer& t) {
+// The bytes of an optimizer's states by kind: "m", "v", "row", ...
+std::vector<std::pair<std::string, double>> by_kind(const Optimizer& optimizer) {
     std::vector<std::pair<std::string, double>> kinds;
-    for (const OptimizerState& state : t.optimizer->states()) {
+    for (const OptimizerState& state : optimizer.states()) {
         auto at =
             std::find_if(kinds.begin(), kinds.end(), [&](const auto& entry) { return entry.first == state.kind; });
         if (at == kinds.end()) at = kinds.insert(kinds.end(), {state.kind, 0.0});
         at->second += static_cast<double>(state.tensor.bytes());
     }
     return kinds;
+}
+
+double table_bytes(const Arena& arena, const std::string& name) {
+    double sum = 0;
+    for (const auto& [what, bytes] : arena.table()) sum += what == name ? static_cast<double>(bytes) : 0;
+    return sum;
+}
+
+// Of a run like this one that shards nothing. (With Muon shards differ: one may have matrices only.)
+struct WholeStates {
+    std::vector<std::pair<std::string, double>> optimizer;
+    double fp8_weights, n_blocks;
+};
+WholeStates whole_states(const Trainer& t) {
+    const TrainOptions& o = t.options;
+    Arena weights("weights"), grads("gradients"), masters("master weights"), states("optimizer states");
+    const Sharding whole{.offload = t.model.sharding.offload};
+    const Model model =
+        build_model(t.config, o.precision, o.seq, weights, grads, masters, whole, t.model.layout, t.model.part);
+    const std::vector<UpdatedUnit> units = model.updated_units();
+    const auto optimizer = whole.host_updates() ? make_host_optimizer(o.optimizer, states, units, o.optimizer_options)
+                                                : make_optimizer(o.optimizer, states, units, o.optimizer_options);
+    return {by_kind(*optimizer), table_bytes(weights, "fp8 weights"), static_cast<double>(model.n_blocks())};
 }
 
 // Bytes of activations of a model like this one with L layers.
@@ -42,12 +65,6 @@ double activation_bytes(const Trainer& t, const Recompute& recompute, int64_t L)
     if (t.options.mask_documents) take_documents(model, acts, t.options.seq, activations);
     if (t.options.has_positions()) take_positions(acts, activations);
     return static_cast<double>(activations.bytes());
-}
-
-double table_bytes(const Arena& arena, const std::string& name) {
-    double sum = 0;
-    for (const auto& [what, bytes] : arena.table()) sum += what == name ? static_cast<double>(bytes) : 0;
-    return sum;
 }
 
 std::string size_text(double bytes) {
@@ -93,21 +110,17 @@ struct StateTable {
 
 // Weights, gradients, master weights and the optimizer's states of all ranks together,
 // by the place where --offload puts them.
-StateTable state_table(Trainer& t) {
+StateTable state_table(const Trainer& t, const WholeStates& whole) {
     const TrainOptions& o = t.options;
     const double n = static_cast<double>(t.model.n);
-    double updated_n = 0;  // of this rank
-    for (size_t u = 0; u < t.model.units.size(); ++u) updated_n += static_cast<double>(t.model.updated(u).n);
     StateTable table;
     auto& weight_rows = o.offload == Offload::params ? table.host : table.device;
     auto& optimizer_rows = t.memory.optimizer.kind() == MemoryKind::device ? table.device : table.host;
     weight_rows.push_back({"weights", n * static_cast<double>(dtype_bytes(o.precision.dtype))});
     table.device.push_back({"gradients", n * static_cast<double>(dtype_bytes(o.precision.grad_dtype))});
-    if (o.precision.fp8 != Fp8Recipe::none)
-        table.device.push_back({"fp8 weights, both ways", table_bytes(t.memory.weights, "fp8 weights")});
+    if (o.precision.fp8 != Fp8Recipe::none) table.device.push_back({"fp8 weights, both ways", whole.fp8_weights});
     if (o.precision.master) optimizer_rows.push_back({"master weights", 4 * n});
-    for (const auto& [kind, bytes] : optimizer_states(t))
-        optimizer_rows.push_back({"optimizer " + kind, bytes * n / updated_n});
+    for (const auto& [kind, bytes] : whole.optimizer) optimizer_rows.push_back({"optimizer " + kind, bytes});
     return table;
 }
 
@@ -121,11 +134,15 @@ void print_states(const std::vector<StateRow>& rows, double n, double psi) {
     std::printf("  %-24s %18.2f %s\n", "sum", sum / n, size_text(sum / n * psi).c_str());
 }
 
-// What each stage leaves of the states on a rank: the table of the ZeRO paper (arXiv:1910.02054, figure 1).
-void print_stages(const Trainer& t, double psi, double weights, double grads, double all) {
-    const double n = static_cast<double>(t.options.sharding_ranks()), states = all - weights - grads;
-    const std::pair<const char*, double> stages[] = {
-        {"0 (ddp)", all}, {"1", weights + grads + states / n}, {"2", weights + (grads + states) / n}, {"3", all / n}};
+// What each stage leaves of the states on a rank: the table of the ZeRO paper (arXiv:1910.02054, figure 1). Weights in
+// 8 bits are not sharded; stage 3 has those of two blocks, which take turns (fp8_in_turns).
+void print_stages(const Trainer& t, double psi, double weights, double grads, double fp8, double fp8_in_turns,
+                  double all) {
+    const double n = static_cast<double>(t.options.sharding_ranks()), states = all - weights - grads - fp8;
+    const std::pair<const char*, double> stages[] = {{"0 (ddp)", all},
+                                                     {"1", weights + grads + fp8 + states / n},
+                                                     {"2", weights + fp8 + (grads + states) / n},
+                                                     {"3", fp8_in_turns + (weights + grads + states) / n}};
     std::printf("on each of %lld ranks       bytes per parameter        in all\n",
                 static_cast<long long>(t.options.sharding_ranks()));
     for (const auto& [stage, bytes] : stages)
@@ -144,7 +161,7 @@ void print_total(Trainer& t) {
     if (o.offload != Offload::params) states += static_cast<double>(t.model.weights.bytes());
     if (t.memory.optimizer.kind() == MemoryKind::device) {
         states += static_cast<double>(t.model.masters.bytes());
-        for (const auto& [kind, bytes] : optimizer_states(t)) states += bytes;
+        for (const auto& [kind, bytes] : by_kind(*t.optimizer)) states += bytes;
     }
     if (o.precision.fp8 != Fp8Recipe::none) states += table_bytes(t.memory.weights, "fp8 weights");
     for (const auto& buffers : {t.model.weight_buffers, t.model.grad_buffers})
@@ -188,7 +205,8 @@ void print_plan(Trainer& t) {
         std::printf("cp       %lld ranks divide each sequence (%s): one has %lld of its tokens\n",
                     static_cast<long long>(o.cp), context_mode_name(o.cp_mode), static_cast<long long>(o.rank_seq()));
     if (t.pipeline) print_pipeline_plan(t);
-    StateTable table = state_table(t);
+    const WholeStates whole = whole_states(t);
+    StateTable table = state_table(t, whole);
     const double bytes_a_parameter = table.sum() / n;
     // Buffers of the offload are no states: they are shown with them, and not counted in what ZeRO shards.
     for (const auto& [what, bytes] : t.memory.transit.table())
@@ -202,7 +220,8 @@ void print_plan(Trainer& t) {
     }
     if (o.sharding_ranks() > 1)
         print_stages(t, t.tensor_parallel || t.pipeline ? n : psi, static_cast<double>(dtype_bytes(o.precision.dtype)),
-                     static_cast<double>(dtype_bytes(o.precision.grad_dtype)), bytes_a_parameter);
+                     static_cast<double>(dtype_bytes(o.precision.grad_dtype)), whole.fp8_weights / n,
+                     whole.fp8_weights / n * std::min(1.0, 2 / whole.n_blocks), bytes_a_parameter);
     if (rank_count(o.ranks) > 1 && !any_model && traffic_is_known(t))
         std::printf("  a rank sends              %18s %s in a step\n", "",
                     size_text(static_cast<double>(expected_traffic(t)) / rank_count(o.ranks)).c_str());

@@ -430,6 +430,31 @@ TEST_CASE("the plan for many ranks is the ZeRO paper's table", "[program][ranks]
         CHECK_THAT(plan.out, ContainsSubstring(" " + gb));
 }
 
+// Muon's states are one or two numbers a weight, so that ranks differ. Weights in 8 bits are not sharded.
+TEST_CASE("the plan's table of stages is the same whichever the run has, and tells what its states take",
+          "[program][ranks][plan]") {
+    for (const std::string flags : {"--optimizer muon", "--dtype fp8"}) {
+        if (flags == "--dtype fp8" && !has_fp8()) continue;
+        const auto plan = [&](int zero) {
+            return printed_by("train_gpt", concat("--plan --ranks 4 --zero ", zero, " --sample 0 ", flags));
+        };
+        const auto gigabytes = [](const std::string& text, const std::string& row) {
+            const size_t line = text.find("\n  " + row + " "), end = text.find(" GB", line);
+            REQUIRE(end != std::string::npos);
+            return std::stod(text.substr(text.rfind(' ', text.find_last_not_of(' ', end - 1)), end));
+        };
+        const std::string ddp = plan(0);
+        for (const int zero : {1, 3}) {
+            const std::string text = plan(zero);
+            INFO(flags << "\n" << text);
+            for (const std::string row : {"--zero 0 (ddp)", "--zero 1", "--zero 2", "--zero 3", "sum"})
+                CHECK(gigabytes(text, row) == gigabytes(ddp, row));
+            if (zero == 1 && flags == "--dtype fp8")
+                CHECK(gigabytes(text, "--zero 1") == Approx(gigabytes(text, "states")).epsilon(0.02));
+        }
+    }
+}
+
 TEST_CASE("the plan's tokens a second are those of all ranks", "[program][ranks][plan]") {
     const auto line = [](const std::string& flags) {
         const std::string plan =
