@@ -64,7 +64,7 @@ TEST_CASE("what is no JSON is refused in one line that says where") {
         CHECK((is_cut || !error(wrong.text).ends_with('.')));  // a sentence goes on behind it
     }
     CHECK(error(std::string(8, '[') + std::string(8, ']')) == "");
-    CHECK(error("[{}, [], {}, [], {}, [], {}, [], {}, []]") == "");
+    CHECK(error("[{}, {}, {}, {}, {}, {}, {}, {}, {}, [], [], [], [], [], [], [], [], []]") == "");
     CHECK(error("\xef\xbb\xbf[\"" + pair + "\", 1e-999, -0.5E+3, 0]") == "");
 }
 
