@@ -159,6 +159,8 @@ TEST_CASE("a disk without room for the checkpoints is found at the start", "[pro
     // that are kept. What a resumed run has already needs no more room.
     const std::pair<std::string, const char*> counts[] = {
         {"--steps 1000000001 --save-every 2 --keep 0 --out " + (folder / "a"), " 500000001 checkpoints at once"},
+        {"--steps 1e9 --save-every 2 --val-every 3 --keep 0 --keep-best --out " + (folder / "a"),
+         " 666666667 checkpoints at once"},
         {"--steps 2e9 --save-every 1 --keep 1e9 --out " + (folder / "a"), " 1000000001 checkpoints at once"},
         {"--steps 2e9 --save-every 1 --keep 1e9 --keep-best --out " + (folder / "a"),
          " 1000000002 checkpoints at once"},

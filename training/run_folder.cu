@@ -20,6 +20,7 @@
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
+#include <numeric>
 
 namespace fs = std::filesystem;
 
@@ -153,12 +154,22 @@ int64_t saves_between(int64_t first, int64_t last, int64_t every) {
     return last / every - first / every + (last % every != 0);
 }
 
+// The least common multiple; 0 where it is beyond `last`.
+int64_t common_multiple(int64_t a, int64_t b, int64_t last) {
+    if (a == 0 || b == 0) return 0;
+    const int64_t part = a / std::gcd(a, b);
+    return part > last / b ? 0 : part * b;
+}
+
 // How many more checkpoints than now will lie in the folder at once. A new one is written before an old one goes.
 int64_t checkpoints_to_come(const TrainOptions& o) {
     const int64_t last = o.last_step();
     const int64_t saves = saves_between(o.resumed_step, last, o.save_every), best = o.keep_best ? 1 : 0;
     const int64_t have = o.resume ? static_cast<int64_t>(find_checkpoints(o.out).size()) : 0;
-    if (o.keep == 0) return saves + (o.keep_best ? saves_between(o.resumed_step, last, o.val_every) : 0);
+    if (o.keep == 0 && !o.keep_best) return saves;
+    if (o.keep == 0)
+        return saves + saves_between(o.resumed_step, last, o.val_every) -
+               saves_between(o.resumed_step, last, common_multiple(o.save_every, o.val_every, last));
     if (saves == 0) return 0;
     return std::max<int64_t>(1, std::min(have + saves + best, o.keep + 1 + best) - have);
 }
