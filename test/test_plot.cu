@@ -320,7 +320,7 @@ TEST_CASE("a trace has each event at its place: as a picture, for Perfetto, and 
                                             {E::collective, 1, -1, 1, 4096, 2.125, 2.75, call},
                                             {E::sending, 0, 1, 1, 4096, 2.25, 2.5, call},
                                             {E::receiving, 1, 0, 1, 4096, 2.125, 2.75, call},
-                                            {E::sending, 0, 1, 1, 8, 2.5, 2.5, "send of dp"},
+                                            {E::sending, 0, 1, 1, 8, 2.625, 2.625, "send of dp"},
                                             {E::receiving, 1, 0, 1, 8, 2.5, 3, "recv of dp"},
                                             {E::sending, 0, 1, 1, 100, 2.5, 2.625, call},
                                             {E::receiving, 1, 0, 1, 100, 2.75, 2.875, call},
@@ -350,7 +350,7 @@ TEST_CASE("a trace has each event at its place: as a picture, for Perfetto, and 
     };
     // In the middle of the arrow of 4096 bytes, and where that of 8 bytes would be.
     CHECK(darkest((x_of(0.25) + x_of(0.75)) / 2, 151) > 0.4);
-    CHECK(darkest((x_of(0.5) + x_of(1)) / 2, 151) < 0.1);
+    CHECK(darkest((x_of(0.625) + x_of(1)) / 2, 151) < 0.1);
 
     std::vector<std::string> bars, arrows;
     const Json::Value trace = parsed_json(slurp(folder / "trace.json"));
@@ -363,16 +363,17 @@ TEST_CASE("a trace has each event at its place: as a picture, for Perfetto, and 
                                   e["args"]["step"].asInt(), ", ", e["args"]["bytes"].asInt(), " bytes"));
         if (phase == "s" || phase == "f") arrows.push_back(concat(phase, e["id"].asInt(), " ", where));
     }
-    CHECK(bars ==
-          std::vector<std::string>{"rank 0 row 0 at 2e+06 for 250000 forward of block 3, step 1, 0 bytes",
-                                   "rank 1 row 1 at 2.125e+06 for 625000 all_reduce #1 of dp, step 1, 4096 bytes",
-                                   "rank 1 row 1 at 2.125e+06 for 625000 receive from 0, step 1, 4096 bytes",
-                                   "rank 0 row 1 at 2.25e+06 for 250000 send to 1, step 1, 4096 bytes",
-                                   "rank 0 row 1 at 2.5e+06 for 0 send to 1, step 1, 8 bytes",
-                                   "rank 1 row 1 at 2.5e+06 for 500000 receive from 0, step 1, 8 bytes",
-                                   "rank 0 row 1 at 2.5e+06 for 125000 send to 1, step 1, 100 bytes",
-                                   "rank 1 row 1 at 2.75e+06 for 125000 receive from 0, step 1, 100 bytes",
-                                   "rank 1 row 0 at 3.5e+06 for 1e+06 update, step 2, 0 bytes"});
+    const std::vector<std::string> wanted = {
+        "rank 0 row 0 at 2e+06 for 250000 forward of block 3, step 1, 0 bytes",
+        "rank 1 row 1 at 2.125e+06 for 625000 all_reduce #1 of dp, step 1, 4096 bytes",
+        "rank 1 row 1 at 2.125e+06 for 625000 receive from 0, step 1, 4096 bytes",
+        "rank 0 row 1 at 2.25e+06 for 250000 send to 1, step 1, 4096 bytes",
+        "rank 1 row 1 at 2.5e+06 for 500000 receive from 0, step 1, 8 bytes",
+        "rank 0 row 1 at 2.5e+06 for 125000 send to 1, step 1, 100 bytes",
+        "rank 0 row 1 at 2.625e+06 for 0 send to 1, step 1, 8 bytes",
+        "rank 1 row 1 at 2.75e+06 for 125000 receive from 0, step 1, 100 bytes",
+        "rank 1 row 0 at 3.5e+06 for 1e+06 update, step 2, 0 bytes"};
+    CHECK(bars == wanted);
     CHECK(arrows == std::vector<std::string>{"s1 rank 0 row 1 at 2.25e+06", "f1 rank 1 row 1 at 2.75e+06",
                                              "s2 rank 0 row 1 at 2.5e+06", "f2 rank 1 row 1 at 2.875e+06"});
     CHECK(trace_line(events[2]) == "trace    step 1  rank 0 -> 1     4.00 KiB    250000 us  all_reduce #1 of dp\n");
@@ -384,7 +385,14 @@ TEST_CASE("the picture of a trace has four steps and sixteen ranks") {
     std::vector<TraceEvent> events;
     for (int rank = 0; rank < 17; ++rank)
         for (int step = 1; step <= 5; ++step)
-            events.push_back({.rank = rank, .step = step, .start = step + 0.0, .end = step + 0.5, .what = "update"});
+            events.push_back({.rank = rank,
+                              .step = step,
+                              .start = step + 0.0,
+                              .end = step + 0.5,
+                              .what = step == 1 ? "forward" : "update"});
     write_trace_picture(folder / "x.png", events, 17);
-    CHECK(Picture(folder / "x.png").height == 44 + 4 * (40 + 16 * 62 + 34) + 24);
+    const Picture picture(folder / "x.png");
+    REQUIRE(picture.height == 44 + 4 * (40 + 16 * 62 + 34) + 24);
+    CHECK(picture.is(300, 44 + 40 + 15 * 62 + 13, 110, 165, 215));
+    CHECK_FALSE(picture.is(300, 44 + 40 + 16 * 62 + 13, 110, 165, 215));
 }
