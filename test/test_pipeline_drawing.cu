@@ -73,14 +73,20 @@ std::map<std::string, std::string> rows_of(const std::string& drawing, size_t wi
 // Width, height and the colours of a PNG, as 0xrrggbb.
 struct Image {
     int width = 0, height = 0;
+    std::vector<int> pixels;
     std::map<int, int64_t> colors;  // pixels of each
+    int at(double x, double y) const {
+        return pixels.at(static_cast<size_t>(y) * static_cast<size_t>(width) + static_cast<size_t>(x));
+    }
     explicit Image(const std::string& path) {
         int channels = 0;
-        uint8_t* pixels = stbi_load(path.c_str(), &width, &height, &channels, 3);
-        REQUIRE(pixels != nullptr);
-        for (int64_t i = 0; i < int64_t{width} * height; ++i)
-            ++colors[pixels[3 * i] << 16 | pixels[3 * i + 1] << 8 | pixels[3 * i + 2]];
-        stbi_image_free(pixels);
+        uint8_t* rgb = stbi_load(path.c_str(), &width, &height, &channels, 3);
+        REQUIRE(rgb != nullptr);
+        for (int64_t i = 0; i < int64_t{width} * height; ++i) {
+            pixels.push_back(rgb[3 * i] << 16 | rgb[3 * i + 1] << 8 | rgb[3 * i + 2]);
+            ++colors[pixels.back()];
+        }
+        stbi_image_free(rgb);
     }
 };
 
@@ -194,6 +200,30 @@ TEST_CASE("the last line of --draw is what the table and the simulator say", "[p
     }
 }
 
+TEST_CASE("--draw of updates after several micro-batches: as many as ranks, or the next number that divides all",
+          "[pipeline]") {
+    TrainOptions o;
+    o.pipeline = "2bw", o.pp = 3;
+    for (const auto& [m, wanted] : {std::pair(9, 3), {8, 4}, {7, 7}}) {
+        o.micro_batches = m;
+        CHECK(simulated_pipeline(o).schedule.per_update == wanted);
+    }
+}
+
+TEST_CASE("--draw says how old each gradient is, of as many micro-batches as fit", "[pipeline]") {
+    const std::string first_line =
+        "staleness: updates of a stage between the weights that a gradient is of and those that it changes\n";
+    CHECK(staleness_table(made("pipedream", 3, 4), 60) == first_line +
+                                                              "  micro-batch   0  1  2  3\n"
+                                                              "  stage 0       0  1  2  2\n"
+                                                              "  stage 1       0  1  1  1\n"
+                                                              "  stage 2       0  0  0  0\n");
+    CHECK(staleness_table(made("pipedream", 1, 200), 60) ==
+          first_line +
+              "  micro-batch    0   1   2   3   4   5   6   7   8   9 ...\n"
+              "  stage 0        0   0   0   0   0   0   0   0   0   0 ...\n");
+}
+
 TEST_CASE("--draw with --out writes a picture and a trace", "[pipeline][program]") {
     const TempFolder folder;
     const std::string out = folder / "new/folder";
@@ -230,6 +260,82 @@ TEST_CASE("--draw with --out writes a picture and a trace", "[pipeline][program]
     CHECK(Image(out + "/schedule.png").height > 8 * picture.height);
     for (const std::string& name : schedule_names_of_pipelines())
         CHECK_THAT(all.out, ContainsSubstring("\n" + name + " "));
+}
+
+TEST_CASE("the picture of pipelines has each action and what is kept at its place", "[pipeline]") {
+    const TempFolder folder;
+    std::vector<DrawnPipeline> drawn;
+    // The last one takes three times as long, is cut, and does not change the scale of the others.
+    for (const auto& [name, time] : {std::pair("zb-v", 0.5), {"1f1b", 1.0}, {"1f1b", 3.0}}) {
+        const PipelineSchedule s = made(name, 2, 4);
+        const Times times{.stages = {{time, time, time}}};
+        drawn.push_back({s, times, simulate(s, times)});
+    }
+    write_pipeline_panels(folder / "x.png", schedule_panels(drawn));
+    const Image picture(folder / "x.png");
+    const double duration = std::max(drawn[0].simulation.end, drawn[1].simulation.end);
+    const auto x_of = [&](double t) { return 70 + t / duration * (1280 - 70 - 90); };
+    double most = 0;
+    for (const DrawnPipeline& each : drawn)
+        for (const double peak : peak_activations(each.schedule)) most = std::max(most, peak);
+    const std::map<Do, std::pair<int, int>> colors = {{Do::forward, {0x78afe1, 0x235aa0}},
+                                                      {Do::backward, {0xfab95f, 0xc36414}},
+                                                      {Do::backward_input, {0xfab95f, 0xc36414}},
+                                                      {Do::backward_weight, {0x7dc8a5, 0x1e785a}}};
+    size_t n_bars = 0;
+    for (size_t panel = 0; panel < drawn.size(); ++panel) {
+        const PipelineSchedule& s = drawn[panel].schedule;
+        for (int rank = 0; rank < 2; ++rank) {
+            const double top = 40 + static_cast<double>(panel) * (52 + 2 * 36 + 34 + 6) + 52 + rank * 36;
+            double kept = 0;  // by the rank, while it does an action
+            for (const Span& span : drawn[panel].simulation.ranks[static_cast<size_t>(rank)]) {
+                const Do what = span.action.what;
+                if (what == Do::forward) kept += 2.0 / s.n_stages;
+                const double x = x_of(span.start + 0.2 * (span.end - span.start));
+                INFO(s.name << " rank " << rank << ": " << action_text(span.action));
+                if (x < x_of(duration) - 4) {
+                    const auto& [first, second] = colors.at(what);
+                    const bool is_second = pipeline_chunk(s, rank, span.action) == 1;
+                    CHECK(picture.at(x, top + 4) == (is_second ? second : first));
+                    if (what == Do::backward) CHECK(picture.at(x, top + 17) == 0x7dc8a5);
+                    int height = 0;
+                    for (int y = 20; y < 32; ++y) height += picture.at(x, top + y) == 0x9696b9;
+                    CHECK(height == Approx(10 * kept / most).margin(1.1));
+                    ++n_bars;
+                }
+                if (what == Do::backward || what == Do::backward_weight) kept -= 2.0 / s.n_stages;
+            }
+        }
+    }
+    CHECK(n_bars > 2 * (4 * 6 + 4 * 2));
+    int n_tick_pixels = 0;  // of 5 to 13 ticks
+    for (int x = 60; x < 1200; ++x) n_tick_pixels += picture.at(x, 40 + 52 + 2 * 36) != 0xffffff;
+    CHECK(n_tick_pixels >= 5);
+    CHECK(n_tick_pixels < 40);
+    // Dark colours stand in the legend where ranks have two stages.
+    const auto dark_in_legend = [](const Image& image) {
+        return std::count(image.pixels.begin(), image.pixels.begin() + int64_t{40} * image.width, 0x235aa0);
+    };
+    CHECK(dark_in_legend(picture) > 0);
+    write_pipeline_panels(folder / "x.png", schedule_panels({drawn[1]}));
+    CHECK(dark_in_legend(Image(folder / "x.png")) == 0);
+
+    std::vector<PipelinePanel> panels = schedule_panels(drawn);
+    panels[1].seconds = true;
+    write_pipeline_trace(folder / "x.json", panels);
+    const Json::Value trace = parsed_json(slurp(folder / "x.json"));
+    std::vector<double> ends(3);  // in microseconds; of a schedule a unit is a millisecond
+    for (const Json::Value& event : trace["traceEvents"])
+        if (event["ph"] == "X")
+            ends.at(as<size_t>(event["pid"])) =
+                std::max(ends[as<size_t>(event["pid"])], as<double>(event["ts"]) + as<double>(event["dur"]));
+    for (size_t i = 0; i < 3; ++i) CHECK(ends[i] == Approx((i == 1 ? 1e6 : 1e3) * drawn[i].simulation.end));
+
+    CHECK(panel_subtitle(drawn[1].schedule, 0.2) == "bubble 20 %; activations kept at most, by rank: 2 1");
+    CHECK(panel_subtitle(drawn[0].schedule, -0.1) == "bubble 0 %; activations kept at most, by rank: 2 2");
+    CHECK(panel_subtitle(made("pipedream", 2, 4), 0.2) ==
+          "bubble 20 %; activations kept at most, by rank: 2 1; versions of the weights: 2 1; 2 late: a gradient of "
+          "weights that are 2 updates old");
 }
 
 TEST_CASE("the picture of many micro-batches shows what they compute, and not only outlines and updates",
