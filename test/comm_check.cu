@@ -140,6 +140,11 @@ void run(int argc, char** argv) {
         comm_check::check_all(
             world, !options.trace.empty() ? std::vector<int64_t>{1, 77} : std::vector<int64_t>{0, 1, 1000, 100003},
             stream);
+        std::vector<int> last_first;
+        for (int rank = world.size; rank-- > 0;) last_first.push_back(rank);
+        const auto turned = world.split(last_first, "turned");
+        check(turned->rank == world.size - 1 - world.rank, "split: its ranks are not in the order of the members");
+        comm_check::check_all(*turned, {33}, stream);
         if (world.size % 2 == 0) {
             Mesh mesh(world, {{"dp", world.size / 2}, {"tp", 2}});
             if (world.rank == 0) std::fputs(mesh.picture().c_str(), stdout);
