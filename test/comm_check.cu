@@ -140,6 +140,8 @@ void run(int argc, char** argv) {
         comm_check::check_all(
             world, !options.trace.empty() ? std::vector<int64_t>{1, 77} : std::vector<int64_t>{0, 1, 1000, 100003},
             stream);
+        for (int rank = 0; rank < world.size; ++rank)
+            check(world.node_of(rank) == 0, "one machine is taken for several");
         std::vector<int> last_first;
         for (int rank = world.size; rank-- > 0;) last_first.push_back(rank);
         const auto turned = world.split(last_first, "turned");
