@@ -207,6 +207,8 @@ void run_rank(const TrainOptions& options, std::string fault, Comm& world, std::
         if (world.rank == 0) print_plan(*trainer);
         return;
     }
+    starts = agree_to_start(world, trainer->memory_fault());
+    if (!starts) return;
     note_saved(options.resumed_step, options.resumed_step == options.steps);
     answer_signals();
     Run run{.trainer = *trainer, .data = *data};

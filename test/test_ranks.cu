@@ -422,6 +422,33 @@ TEST_CASE("on any number of ranks the memory taken is the memory planned, to the
     }
 }
 
+TEST_CASE("ranks that share a device are refused what together is more than it has", "[program][ranks]") {
+    if (device_count() > 1) SKIP_TEST("each rank has a device of its own");
+    const TempFolder folder;
+    // One feed-forward as wide as it takes: 0.6 of the device's memory for each of two ranks.
+    const auto command = [&](int64_t width) {
+        spit(folder / "config.json",
+             concat(R"({"model_type": "llama", "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 1,
+                 "num_attention_heads": 2, "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": true,
+                 "max_position_embeddings": 128, "intermediate_size": )",
+                    width, "}"));
+        return concat("--model ", folder / "config.json", " --data ", text_file(),
+                      " --seq 8 --batch 2 --sample 0 --out ", folder / "run", " --ranks 2");
+    };
+    const auto planned = [&](int64_t width) {
+        const std::string plan = printed_by("train_gpt", command(width) + " --plan");
+        return std::stod(plan.substr(plan.find("\n  total ") + 9));
+    };
+    const int64_t unit = 65536;
+    const double bytes_of_unit = planned(2 * unit) - planned(unit);
+    const auto wide = static_cast<int64_t>(0.6 * static_cast<double>(device_memory().all) / bytes_of_unit) * unit;
+    const Outcome outcome = run_program("train_gpt", command(wide));
+    INFO(outcome.err);
+    CHECK(outcome.status == 2);
+    CHECK_THAT(outcome.err, ContainsSubstring("for the 2 ranks that share a device, the device has "));
+    CHECK_FALSE(std::filesystem::exists(folder / "run"));
+}
+
 TEST_CASE("the plan for many ranks is the ZeRO paper's table", "[program][ranks][plan]") {
     const Outcome plan = run_program("train_gpt", "--plan --ranks 64 --params 7.5e9 --dtype fp16 --device-spec h100");
     INFO(plan.out << plan.err);

@@ -154,12 +154,21 @@ void Trainer::take_tensor_parallel_memory() {
     tensor_parallel->take_memory(sizes, memory.communication);
 }
 
-void Trainer::check_fits() {
-    const size_t device_bytes = device_memory().all;
-    check(memory.bytes() <= device_bytes, "this run needs ", human_bytes(static_cast<double>(memory.bytes())),
-          ", the device has ", human_bytes(static_cast<double>(device_bytes)),
-          ": use a smaller --micro-batch, --seq or --model, --recompute",
-          options.precision.dtype == DType::f32 ? ", --dtype bf16" : "", " or --offload");
+std::string Trainer::memory_fault() {
+    const double device_bytes = static_cast<double>(device_memory().all);
+    double bytes = static_cast<double>(memory.bytes());
+    const int sharers = world.sharers_of_device();
+    if (sharers > 1) {  // so many times the mean of all ranks, which differ in a pipeline
+        bytes = 0;
+        for (const auto& row : gather_numbers(world, {static_cast<int64_t>(memory.bytes())}))
+            bytes += static_cast<double>(row[0]) * sharers / world.size;
+    }
+    if (bytes <= device_bytes) return "";
+    return concat("this run needs ", human_bytes(bytes),
+                  sharers > 1 ? concat(" for the ", sharers, " ranks that share a device") : "", ", the device has ",
+                  human_bytes(device_bytes), ": use ", sharers > 1 ? "fewer ranks, " : "",
+                  "a smaller --micro-batch, --seq or --model, --recompute",
+                  options.precision.dtype == DType::f32 ? ", --dtype bf16" : "", " or --offload");
 }
 
 void Trainer::reserve() {

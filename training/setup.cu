@@ -189,7 +189,6 @@ std::string open_run(const TrainOptions& o, const RunModel& model, Mesh& mesh, s
         trainer->data = data->identity;
         if (trainer->world.rank == 0)
             trainer->model_files = collect_model_files(o, model.config, model.tokenizer, *data);
-        trainer->check_fits();
     });
 }
 

@@ -300,7 +300,8 @@ struct Trainer {
     Tensor norm_result() const { return totals.slice(n_units() + 2, 1).view({2}); }
     // Goes through all that the run takes: while the arenas count, and again once they are reserved.
     void take_memory();
-    void check_fits();  // Error where it is more than the device has
+    // What is wrong where that is more than the device has, with that of the ranks that share it; or "". Collective.
+    std::string memory_fault();
     void reserve();
 
   private:
