@@ -310,8 +310,20 @@ TEST_CASE("the plan has the famous figures", "[program][plan]") {
     // A model that no machine of ours could hold is planned all the same, on any device.
     const std::string large = plan("--model llama-8b --dtype bf16 --batch 1 --seq 8192 --device-spec h100");
     CHECK_THAT(large, ContainsSubstring("has 74.5 GiB. Try --recompute, --master none, --offload, a shorter --seq or"));
+    CHECK_THAT(plan("--model llama-8b --dtype bf16 --batch 1 --seq 8192 --offload optimizer --device-spec 4090"),
+               ContainsSubstring("Try --recompute, --master none, a shorter --seq or another --optimizer"));
     CHECK_THAT(large, ContainsSubstring("NVIDIA H100 architecture white paper"));
     CHECK_THAT(large, !ContainsSubstring("on a CPU"));
+    // Muon's products take time, too.
+    const auto compute = [&](const std::string& name) {
+        return number_after(plan("--device-spec h100 --optimizer " + name), "  compute ");
+    };
+    CHECK(compute("muon") > 1.1 * compute("adamw"));
+    // A rank sends the activations, or their gradients, of 4 micro-batches of 512 tokens; W comes later in ZB-H1.
+    const std::string zb_h1 = plan("--pp 2 --ranks 2 --pipeline zb-h1 --micro-batch 4 --device-spec h100");
+    CHECK_THAT(zb_h1, ContainsSubstring("   0  embedding, 0-1 "));
+    CHECK_THAT(zb_h1, ContainsSubstring(" MiB     1.00 MiB        1\n   1  2-3, head ") &&
+                          ContainsSubstring(" MiB     1.00 MiB        1\nwhat follows"));
     // Of a pipeline the rank that takes most.
     const auto pipeline = [&](const std::string& flags) {
         return plan("--model llama-8b --dtype bf16 --batch 16 --micro-batch 1 --device-spec h100 " + flags);

@@ -26,8 +26,8 @@ TEST_CASE("a run leaves a log, events, a plot and a checkpoint, and learns", "[p
     CHECK(run_shell("ls " + run + "/events.out.tfevents.*").status == 0);
     for (const std::string file : {"config.json", "model.safetensors", "optimizer.safetensors", "state.json"})
         CHECK(std::filesystem::exists(newest_checkpoint(run) + "/" + file));
-    for (const std::string word :
-         {"sample before training", "sample after training", "parameters", "tok/s", "left", "total"})
+    for (const std::string word : {"memory\n  weights  ", "sample before training", "sample after training",
+                                   "parameters", "tok/s", "left", "total"})
         CHECK_THAT(outcome.out, ContainsSubstring(word));
 }
 
