@@ -616,6 +616,20 @@ TEST_CASE("a checkpoint with the optimizer's states twice is an error", "[progra
     CHECK_THAT(outcome.err, ContainsSubstring("are files of two checkpoints in it?"));
 }
 
+TEST_CASE("states of which a part is missing are not taken for whole", "[program][train_gpt]") {
+    const TempFolder folder;
+    const std::string run = folder / "run";
+    REQUIRE(train("--steps 2 --stop-after 1 --ranks 2 --zero 1 --out " + run).status == 0);
+    // Rank 0's, under the name that the states of one rank have.
+    const std::string optimizer = newest_checkpoint(run) + "/optimizer";
+    std::filesystem::rename(optimizer + "-00001-of-00002.safetensors", optimizer + ".safetensors");
+    std::filesystem::remove(optimizer + "-00002-of-00002.safetensors");
+    const Outcome outcome = run_program("train_gpt", "--resume --ranks 1 --zero 0 --out " + run);
+    INFO(outcome.err);
+    CHECK(outcome.status == 2);
+    CHECK_THAT(outcome.err, ContainsSubstring(" elements that the model asks for; is a file missing?"));
+}
+
 // The held-out sequences are the same however they are divided: the last micro-batch may be part empty.
 TEST_CASE("the validation loss depends on neither ranks nor micro-batches", "[program][train_gpt]") {
     const TempFolder folder;
