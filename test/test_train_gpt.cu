@@ -620,11 +620,13 @@ TEST_CASE("states of which a part is missing are not taken for whole", "[program
     const TempFolder folder;
     const std::string run = folder / "run";
     REQUIRE(train("--steps 2 --stop-after 1 --ranks 2 --zero 1 --out " + run).status == 0);
-    // Rank 0's, under the name that the states of one rank have.
-    const std::string optimizer = newest_checkpoint(run) + "/optimizer";
-    std::filesystem::rename(optimizer + "-00001-of-00002.safetensors", optimizer + ".safetensors");
+    const std::string optimizer = newest_checkpoint(run) + "/optimizer", resume = "--resume --ranks 1 --zero 0 --out ";
     std::filesystem::remove(optimizer + "-00002-of-00002.safetensors");
-    const Outcome outcome = run_program("train_gpt", "--resume --ranks 1 --zero 0 --out " + run);
+    CHECK_THAT(run_program("train_gpt", resume + run).err,
+               ContainsSubstring(optimizer + "-00002-of-00002.safetensors is missing; no checkpoint in "));
+    // Rank 0's, under the name that the states of one rank have.
+    std::filesystem::rename(optimizer + "-00001-of-00002.safetensors", optimizer + ".safetensors");
+    const Outcome outcome = run_program("train_gpt", resume + run);
     INFO(outcome.err);
     CHECK(outcome.status == 2);
     CHECK_THAT(outcome.err, ContainsSubstring(" elements that the model asks for; is a file missing?"));
