@@ -156,13 +156,12 @@ void Trainer::take_tensor_parallel_memory() {
 
 std::string Trainer::memory_fault() {
     const double device_bytes = static_cast<double>(device_memory().all);
-    double bytes = static_cast<double>(memory.bytes());
     const int sharers = world.sharers_of_device();
-    if (sharers > 1) {  // so many times the mean of all ranks, which differ in a pipeline
-        bytes = 0;
-        for (const auto& row : gather_numbers(world, {static_cast<int64_t>(memory.bytes())}))
-            bytes += static_cast<double>(row[0]) * sharers / world.size;
-    }
+    double all_bytes = 0;
+    for (const auto& row : gather_numbers(world, {static_cast<int64_t>(memory.bytes())}))
+        all_bytes += static_cast<double>(row[0]);
+    // Of those that share a device: so many times the mean of all ranks, which differ in a pipeline.
+    const double bytes = sharers > 1 ? all_bytes * sharers / world.size : static_cast<double>(memory.bytes());
     if (bytes <= device_bytes) return "";
     return concat("this run needs ", human_bytes(bytes),
                   sharers > 1 ? concat(" for the ", sharers, " ranks that share a device") : "", ", the device has ",
