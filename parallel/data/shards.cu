@@ -19,7 +19,8 @@ namespace {
 
 constexpr int64_t kAlignN = 64;  // shards begin on 256 bytes in f32, like parameters
 
-// Those of a unit. (Not by asking all of them: a model may have thousands of units.)
+// Those of a unit: `params` lists unit after unit, as they lie. (Not by asking all of them: a model may have thousands
+// of units.)
 std::span<const Param> params_of(const Unit& unit, const std::vector<Param>& params) {
     const auto lies_before = [](const Param& param, int64_t place) { return param.offset < place; };
     const auto first = std::lower_bound(params.begin(), params.end(), unit.offset, lies_before);
@@ -42,6 +43,7 @@ std::vector<int64_t> shard_boundaries(const Unit& unit, const std::vector<Param>
         for (int64_t e = step; step > 0 && e < param.value.n(); e += step) allowed.push_back(first + e);
     }
     allowed.push_back(unit.n);
+    std::ranges::sort(allowed);  // the biases of q, k and v lie behind their weights, and are listed between them
 
     // The unit's elements go to those ranks that have less than the mean, in proportion to what each of them lacks.
     int64_t total = unit.n;
