@@ -9,7 +9,7 @@
 #
 # Three runs go on at the same time, each mostly on one core: the tests of programs; strict mode with its first seed; and the
 # other tests, between those of programs that wait for each other, which need no core, and strict mode with the other seeds.
-# So the three end within a minute of each other.
+# The first and the last take about as long, and strict mode with its first seed less: both cores work until the end.
 #
 # On a GPU each test has a process of its own: test/run_each.sh.
 #
