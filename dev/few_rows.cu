@@ -55,7 +55,7 @@ void few_rows_naive(const Problem& p, cudaStream_t stream) {
 //
 // 2. Warp: n = 1, one row of inp. All bytes of every sector are used, 64 or 128 of them by each load of the warp.
 // 3. 16 bytes: n = 4 or 8. 512 bytes by each load: a quarter or an eighth of the instructions, and as many loads in
-//    flight carry more. (A row whose length is no multiple of n goes one element at a time.)
+//    flight carry more. (A row whose length is not a multiple of n goes one element at a time.)
 // 4. Shared rows: up to 16 rows of inp for each loaded weight, which is therefore read once. The rows of inp are read
 //    by every warp, and lie in the caches.
 

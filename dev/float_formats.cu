@@ -59,7 +59,7 @@ struct Format {
 uint32_t encode_fp32(double x, bool) { return std::bit_cast<uint32_t>(static_cast<float>(x)); }
 double decode_fp32(uint32_t code) { return static_cast<double>(std::bit_cast<float>(code)); }
 
-// tf32 is no type of memory: it is an fp32 of which a tensor core reads the upper 19 bits. cvt.rna.tf32.f32 rounds to
+// tf32 is not stored as such: it is an fp32 of which a tensor core reads the upper 19 bits. cvt.rna.tf32.f32 rounds to
 // the nearest of them, ties away from zero; no header converts it on the host, so the two lines that do it are here.
 uint32_t encode_tf32(double x, bool) { return std::isnan(x) ? 0x3ffff : (encode_fp32(x, false) + 0x1000) >> 13; }
 double decode_tf32(uint32_t code) { return decode_fp32(code << 13); }

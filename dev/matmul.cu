@@ -159,8 +159,8 @@ __global__ void __launch_bounds__(kBlock, 2)
 // ---------------------------------------------------------------------------------------------------------------------
 // 5. Vectorised: 16 bytes per load. Fetching from device memory takes a quarter of the instructions (an eighth for 16
 // bits), and so does reading shared memory: the 8 columns of a thread are two groups of 4 neighbours, 4 x ... and 64 +
-// 4 x ..., which are two 16-byte reads. kN is the number of elements in a load: matrices whose rows are no multiple of
-// 16 bytes are fetched one by one, kN = 1.
+// 4 x ..., which are two 16-byte reads. kN is the number of elements in a load: 1 for matrices whose rows are not
+// a multiple of 16 bytes.
 
 // 4 more columns: rows stay on 16-byte boundaries, and fewer of the stores of a column go to the same bank.
 struct alignas(16) Tiles {

@@ -49,7 +49,7 @@ constexpr int kATileBytes = kTileM * kRowBytes,
 constexpr int kMmaStageBytes = kATileBytes + kBTileBytes;
 
 // Starts the copies of a panel of x (n_rows x n_columns), whose first element is (row0, column0); zeros beyond the
-// edges. If rows are no multiples of 16 bytes (packs == false), elements are copied one by one through registers, and
+// edges. If rows are not multiples of 16 bytes (packs == false), elements are copied one by one through registers, and
 // the copy is complete at once.
 template <int kRows, class T>
 __device__ __forceinline__ void copy_panel(unsigned char* panel, const T* x, int64_t row0, int64_t column0,

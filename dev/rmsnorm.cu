@@ -78,7 +78,7 @@ void forward_warp(const Forward& f, cudaStream_t stream) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // 3. Registers: the row stays in the lanes' registers between the sum and the scaling, and is loaded 16 bytes at a time
-// (rows whose length is no multiple of 4: one number at a time). 2 N C numbers moved, the minimum. Registers can only
+// (or one at a time, if a row's length is not a multiple of 4). 2 N C numbers moved, the minimum. Registers can only
 // hold an array with constant indices, so the longest row is a constant too: 32 lanes of 64 numbers.
 
 constexpr int kRegisters = 64;

@@ -133,8 +133,8 @@ void softmax_warp(Tensor out, Tensor inp, cudaStream_t stream) {
 // written: 2 C numbers moved, which is the minimum. Since the whole row is in registers, the online form is not needed:
 // first the maximum, then the sum.
 //
-// Loads are 16 bytes per thread (n = 4; rows whose length is no multiple of 4 have no 16-byte boundaries: n = 1), and
-// all of a thread's loads are in flight before the first is needed. The cost: two reductions over the block, so two
+// Loads are 16 bytes per thread (n = 4; if a row's length is not a multiple of 4, rows are not aligned: n = 1), and all
+// of a thread's loads are in flight before the first is needed. The cost: two reductions over the block, so two
 // barriers, which take more time than they save where rows are short; and rows of more than 8192 do not fit.
 
 constexpr int kRegisters = 32;  // numbers of a row that a thread holds

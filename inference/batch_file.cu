@@ -272,7 +272,7 @@ class BatchRun {
             };
             requests_.add(std::move(request));
             count_.prompt_tokens += prompt_n;
-        } catch (const Error& error) {  // one bad line is no reason to lose the others
+        } catch (const Error& error) {  // one bad line is not a reason to lose the others
             ++count_.refused;
             std::fprintf(stderr, "generate: %s, line %lld: %s\n", options_.batch.c_str(),
                          static_cast<long long>(number), error.what());

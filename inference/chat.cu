@@ -115,7 +115,7 @@ void run_chat(LoadedModel& model, const GenerateOptions& o) {
         messages.push_back({"user", line});
         try {
             messages.push_back({"assistant", answer(requests, next_request(model, o, chat, messages))});
-        } catch (const Error& error) {  // a message that is too long is no reason to end the conversation
+        } catch (const Error& error) {  // a message that is too long is not a reason to end the conversation
             std::printf("(%s)\n", error.what());
             messages = before;  // also what was left out for it
         }

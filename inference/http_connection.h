@@ -106,7 +106,7 @@ class Connection final : public httplib::Stream {
   private:
     bool wait(short event, double seconds) const {
         pollfd p{fd_, event, 0};
-        return seconds > 0 && ::poll(&p, 1, static_cast<int>(seconds * 1000) + 1) > 0;
+        return seconds > 0 && ::poll(&p, 1, static_cast<int>(std::min(seconds * 1000, 1e9)) + 1) > 0;
     }
     template <class F>
     void address(F ask, std::string& ip, int& port) const {

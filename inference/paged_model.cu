@@ -165,7 +165,7 @@ Tensor PagedModel::compute(const StepSizes& sizes, bool as_graph) {
 
 Tensor PagedModel::forward(std::span<const CachedRows> rows) {
     const std::vector<PageCopy> copies = cache.take_copies();
-    // Ranks wait for each other: that is no work of a stream alone.
+    // Ranks wait for each other: that is not work of a stream alone.
     const bool as_graph = with_graphs_ && !model_.tensor_parallel && !model_.data_parallel && decodes(rows);
     const StepSizes sizes = fill_tables(rows, as_graph);
     if (ranks_) tell_step(copies, sizes);

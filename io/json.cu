@@ -1,9 +1,9 @@
 // io/json.cu: JSON, read by JsonCpp and written by us.                    (github.com/open-source-parsers/jsoncpp)
 //
-// JsonCpp's strict mode still takes what is no JSON: bytes that are not UTF-8, broken surrogate pairs, control
+// JsonCpp's strict mode still takes what is not JSON: bytes that are not UTF-8, broken surrogate pairs, control
 // characters in strings, numbers like 01 and +1, and a zero byte, which is the end to it. A Scan looks for these
-// before, and counts the levels of lists and objects, of which JsonCpp's own limit, 1000, is no error that a user can
-// read. JsonCpp's writer sorts the keys of an object, writes 0.1 as 0.10000000000000001, and all but ASCII as \uXXXX
+// before, and counts the levels of lists and objects, of which JsonCpp's own limit, 1000, gives an error that is hard
+// to read. JsonCpp's writer sorts the keys of an object, writes 0.1 as 0.10000000000000001, and all but ASCII as \uXXXX
 // or, with emitUTF8, also bytes that are not UTF-8 as they are: we write without it.
 #include "io/json.h"
 

@@ -121,7 +121,7 @@ Normalizer lowercase() {
 
 Normalizer strip(bool left, bool right) {
     return [=](std::string_view text) {
-        size_t first = text.size(), last = 0;  // of the characters that are no white space
+        size_t first = text.size(), last = 0;  // of the characters that are not white space
         for (size_t i = 0; i < text.size();) {
             const auto [code, bytes] = utf8_char_at(text, i);
             if (!is_white_space(code)) {

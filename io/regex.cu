@@ -4,7 +4,7 @@
 // difference between the two engines:
 //   - What is written the same and means something else is rewritten: \w, \h, \v, \b, \p{Script}, {,n}, X{n}+, (?m).
 //     What cannot be rewritten is refused: classes within classes, && and [:names:] in them.
-//   - PCRE2's tables may be older: Debian 12's has Unicode 14, to which letters and emoji of 2022 are no characters.
+//   - PCRE2's tables may be older: Debian 12's has Unicode 14, to which letters and emoji of 2022 are not characters.
 //     Before matching, each newer character is replaced by an older one of the same class and length in bytes
 //     (unicode_tables.h), and each byte that is not UTF-8 by a control character. Nearly all text has neither, and is
 //     matched as it is; either way the matches are those of the text.

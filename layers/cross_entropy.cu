@@ -14,7 +14,7 @@
 // overwrites them: there is no second buffer, and no probabilities are ever stored. A row is read for m and s
 // (layers/softmax.cuh), and then again to turn each x into dx: layers/kept_rows.cuh says from where.
 //
-// Vp >= V: the columns from V on only pad the rows to a size for which matrix products are fast. They are no tokens:
+// Vp >= V: the columns from V on only pad the rows to a size for which matrix products are fast. They are not tokens:
 // they are left out of the sum, and their gradient is zero. Rows with a negative target (padding, prompts) have loss 0
 // and gradient 0.
 #include "layers/kept_rows.cuh"

@@ -127,7 +127,7 @@ __device__ __forceinline__ int sum_before(int own, int (&sums)[kSortWarps]) {
     return sum - own;
 }
 
-// Block b has the ids from b block_ids on. An id that is no row's, -1 or a wrong one, counts as n_rows, behind all
+// Block b has the ids from b block_ids on. An id of no row, -1 or a wrong one, counts as n_rows, behind all
 // others. The atomics add up integers, and every position is written by one thread: the result is always the same.
 __global__ void __launch_bounds__(kSortBlock)
     embedding_sort_kernel(int32_t* sorted_ids, int32_t* sorted, const int32_t* ids, int64_t n_places, int n_rows,

@@ -587,7 +587,7 @@ void fp8_linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tenso
 int64_t fp8_linear_scratch_n(Fp8Recipe recipe, int64_t N, int64_t C, int64_t O) {
     Pieces forward, four, backward_input, backward_weight;
     forward.take_matrix(recipe, DType::e4m3, N, C);
-    if (is_block(recipe)) {  // fp8_linear_forward of a number of rows that is no multiple of four
+    if (is_block(recipe)) {  // fp8_linear_forward of a number of rows that is not a multiple of four
         four.take_matrix(recipe, DType::e4m3, kScaledRows, C);
         four.take(DType::bf16, {kScaledRows, C}), four.take(DType::bf16, {kScaledRows, O});
     }

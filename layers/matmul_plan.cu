@@ -382,7 +382,7 @@ void set_matmul_choices(const std::string& text) {
         const size_t first = colon + 2;
         check(
             named && read_choice(line.substr(first, comment == std::string::npos ? comment : comment - first), choice),
-            "choices of matrix products: '", line, "' is no line 'PRODUCT: CHOICE  # what was measured'");
+            "choices of matrix products: '", line, "' is not a line 'PRODUCT: CHOICE  # what was measured'");
         if (comment != std::string::npos) choice.measured = line.substr(comment + 4);
         check(read.emplace(line.substr(0, colon), choice).second, "choices of matrix products: '",
               line.substr(0, colon), "' is there twice");

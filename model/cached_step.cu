@@ -53,7 +53,7 @@ namespace {
 
 Tensor first_rows(const Tensor& tensor, int64_t n) { return tensor.exists() ? tensor.slice(0, n) : tensor; }
 
-// Rows of tokens. A slot that is no such thing (the sums of flash attention) is not used in inference.
+// Rows of tokens. A slot that is something else (the sums of flash attention) is not used in inference.
 Tensor first_tokens(const Tensor& tensor, int64_t N_largest, int64_t N) {
     return tensor.exists() && tensor.shape[0] == N_largest ? tensor.slice(0, N) : tensor;
 }

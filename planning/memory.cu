@@ -208,7 +208,7 @@ void print_plan(Trainer& t) {
     const WholeStates whole = whole_states(t);
     StateTable table = state_table(t, whole);
     const double bytes_a_parameter = table.sum() / n;
-    // Buffers of the offload are no states: they are shown with them, and not counted in what ZeRO shards.
+    // Buffers of the offload are not states: they are shown with them, and not counted in what ZeRO shards.
     for (const auto& [what, bytes] : t.memory.transit.table())
         table.host.push_back({what + " in transit", static_cast<double>(bytes)});
     // The flat arrays hold n elements: the parameters, and padding of the vocabulary.

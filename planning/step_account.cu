@@ -182,7 +182,7 @@ Row row_of(const NotedLaunch& launch, size_t group, const Account& account) {
             .least = static_cast<double>(cost.reads + cost.writes - cost.scratch),
             .moved = static_cast<double>(cost.reads + cost.writes + cost.again),
             .flops = cost.flops};
-    // What is no product of matrices computes on other units, but too little to wait for them.
+    // What is not a product of matrices computes on other units, but too little to wait for them.
     const double computing = moves_rows(group) ? 0 : row.flops / account.rate_of(group);
     const bool multiplies = computing > 0 && (row.intensity() > 16 ||  // less: attention's delta, which reads rows
                                               computing > row.moved / account.spec.reached_bytes);

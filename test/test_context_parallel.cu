@@ -562,7 +562,7 @@ TEST_CASE("--cp refuses in one line what it cannot divide", "[program][ranks][co
         {"gpt2", "--ranks 2 --cp 2 --seq 22",
          "--seq 22 cannot be cut into the 4 equal chunks of --cp 2 (two a rank): use --seq 20 or 24"},
         {"gpt2", "--ranks 4 --cp 2 --batch 3", "--batch 3 cannot be divided among 2 ranks"},
-        {"llama", "--ranks 2 --cp 2 --dtype fp8 --seq 48", "--seq 48 is no multiple of 32"},
+        {"llama", "--ranks 2 --cp 2 --dtype fp8 --seq 48", "--seq 48 is not a multiple of 32"},
         {"gpt2", "--ranks 2 --cp 2 --cp-mode tree", "--cp-mode tree: use ring or ulysses"},
         {"gpt2", "--cp-mode ulysses", "--cp-mode has no effect without --cp"},
         {"gpt2", "--ranks 5 --cp 5 --cp-mode ulysses --seq 20", "the 12 query heads of a rank cannot be divided"},

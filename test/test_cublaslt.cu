@@ -511,7 +511,7 @@ TEST_CASE("cublasLt: block scales that do not fit are refused", "[cublaslt]") {
     CHECK(multiply(squares, B, D, D) != CUBLAS_STATUS_SUCCESS);  // 128 x 128 on both sides
     one_sided.attribute(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, int32_t(kScalar));
     CHECK(multiply(one_sided, B, D, D) != CUBLAS_STATUS_SUCCESS);
-    CHECK(multiply(good, B6, D6, D6) != CUBLAS_STATUS_SUCCESS);  // n is no multiple of 4
+    CHECK(multiply(good, B6, D6, D6) != CUBLAS_STATUS_SUCCESS);  // n is not a multiple of 4
     CHECK(multiply(good, B, D8, D) != CUBLAS_STATUS_SUCCESS);    // fp8 out
 #ifdef CUDA_ON_CPU
     use_scales(shifted, a, b);  // scales that are not on a 16-byte boundary: a GPU may fault

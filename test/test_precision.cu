@@ -137,7 +137,7 @@ TEST_CASE("precisions that make no sense are refused", "[program][precision]") {
         {"--dtype fp16 --loss-scale-backoff 2", "backoff is 2"},
         {"--dtype fp8 --fp8 tensor", "use none, delayed, current or block"},
         {"--dtype fp8 --fp8 none", "use delayed, current or block"},
-        {"--dtype fp8 --batch 1 --seq 20", "--seq 20 is no multiple of 16"},
+        {"--dtype fp8 --batch 1 --seq 20", "--seq 20 is not a multiple of 16"},
         {"--recompute 0", "--recompute 0"},
         {"--attention tensor", "unknown tier of attention 'tensor': use auto, cores, mma or hopper"},
         {"--attention mma", "attention on 'mma' is for bf16 and f16, not for f32"},

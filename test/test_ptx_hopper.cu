@@ -515,7 +515,7 @@ TEST_CASE("hopper: a tensor map that the copy engine cannot use is an error", "[
     Buffer data(DType::bf16, {64, 64});
     const char* start = static_cast<const char*>(data.tensor().data);
     CHECK_NOTHROW(make_tensor_map(start, DType::bf16, {60, 64}, {64}, {32, 64}, 64));
-    // Heads 16 columns apart in rows of 24, which is no multiple of 16.
+    // Heads 16 columns apart in rows of 24, which is not a multiple of 16.
     CHECK_NOTHROW(make_tensor_map(start, DType::bf16, {16, 1, 20, 2}, {16, 24, 480}, {32, 1, 16, 1}, 64));
     CHECK_THROWS_AS(make_tensor_map(start + 2, DType::bf16, {60, 32}, {64}, {32, 64}, 64), Error);  // misaligned
     CHECK_THROWS_AS(make_tensor_map(start, DType::bf16, {60, 64}, {60}, {32, 64}, 64), Error);  // rows 120 bytes apart

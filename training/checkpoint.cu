@@ -162,7 +162,7 @@ class SavedStates {
                 pieces_[name.substr(0, at)].push_back(piece);
             }
         }
-        check(!files_.empty(), folder, " holds no optimizer.safetensors: it is no checkpoint to resume from");
+        check(!files_.empty(), folder, " holds no optimizer.safetensors: it is not a checkpoint to resume from");
     }
 
     // Fills the tensor, whose elements are these pieces of the whole, from whatever pieces have them.

@@ -43,7 +43,7 @@ void choose_precision(TrainOptions& o, const TypedFlags& typed) {
         check(p.fp8 != Fp8Recipe::none, "--fp8 none with --dtype fp8: use delayed, current or block, or --dtype bf16");
         expect_fp8_device(p.fp8);
         check(o.rank_seq() % 16 == 0, "--dtype fp8 multiplies blocks of 16 tokens: --seq ", o.seq,
-              " is no multiple of ", 16 * o.cp);
+              " is not a multiple of ", 16 * o.cp);
     }
     check(typed.master == "auto" || typed.master == "fp32" || typed.master == "none", "--master ", typed.master,
           ": use fp32, none or auto");

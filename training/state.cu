@@ -132,7 +132,7 @@ RunState read_state(const std::string& folder) {
     const std::string path = state_path(folder);
     const Json::Value state = read_json_file(path);
     try {
-        check(state.isObject(), "it is no JSON object");
+        check(state.isObject(), "it is not a JSON object");
         // Checkpoints of earlier versions have none.
         if (has(state, "checksum"))
             check(required<std::string>(state, "checksum") == checksum_of(state),

@@ -127,7 +127,7 @@ FlashArguments check_arguments(const char* operation, const char* out_name, cons
     check(options.window >= 0, operation, ": window is ", options.window, "; 0 means none");
     if (options.documents) expect(operation, "options.documents", options.documents, DType::i32, {B, whole_T, 2});
     check(is_aligned(options.documents.data, 8), operation, ": options.documents starts at ", options.documents.data,
-          ", which is no multiple of 8 bytes");
+          ", which is not a multiple of 8 bytes");
     FlashArguments a{};
     a.q = q, a.k = k, a.v = v, a.out = out;
     a.lse = lse.ptr<float>();

@@ -235,7 +235,7 @@ __device__ __forceinline__ void add_scores(const Shared& at, int n_rows, int x0,
 }
 
 // A score x becomes 2^(factor x - max); rescale is the factor by which older sums have to be multiplied. The tile has n
-// keys: where a split ends, a query may see the next ones, too, but what stands in their place is no score.
+// keys: where a split ends, a query may see the next ones, too, but what stands in their place is not a score.
 __device__ __forceinline__ void compute_probs(const Shared& at, const PagedTile& tile, int s0, int n,
                                               const PagedShape& s) {
     const int j = static_cast<int>(threadIdx.x) % kRowThreads * kLanes;

@@ -18,7 +18,7 @@ Range piece_of(int64_t n, int n_pieces, int j) {
     return {first, std::min(n - first, length)};
 }
 
-// Empty pieces are no messages: both sides know the sizes.
+// Empty pieces are not messages: both sides know the sizes.
 void send_tensor(Comm& comm, const Tensor& tensor, int to, cudaStream_t stream) {
     if (tensor.n() == 0) return;
     comm.state().bytes_sent += static_cast<int64_t>(tensor.bytes());

@@ -27,7 +27,7 @@
 //
 // A block belongs to one parameter: the scale of a matrix does not suit a norm's weight. power_sgd.cu has the fourth.
 //
-// What this does not give: with Adam a step is no sum of gradients, and errors also go into the mean square v, from
+// What this does not give: with Adam a step is not a sum of gradients, and errors also go into the mean square v, from
 // where nothing takes them out again. 1-bit Adam therefore freezes v after a warm-up; we do not,
 // and the losses in doc/compression.md show what that costs.
 #include "parallel/data/compress.h"
@@ -78,7 +78,7 @@ struct E4m3 {
         for (int k = 0; k < kPerLane; ++k) amax = fmaxf(amax, fabsf(x[k]) < INFINITY ? fabsf(x[k]) : 0.0f);
         amax = warp_max(amax);
         const float inverse =
-            amax > 1e-30f ? 448.0f / amax : 0.0f;  // less is no gradient, and 448 / amax might be infinite
+            amax > 1e-30f ? 448.0f / amax : 0.0f;  // less is not a gradient, and 448 / amax might be infinite
         for (int i = 0; i < kPerLane / 4; ++i) {
             unsigned word = 0;
             for (int j = 0; j < 4; ++j) {

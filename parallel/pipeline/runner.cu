@@ -173,7 +173,7 @@ PipelineRunner::PipelineRunner(Comm& pp, const PipelineSchedule& schedule) : pp_
     for (int rank = 0; rank < schedule.p; ++rank)
         for (const Action& action : schedule.ranks[static_cast<size_t>(rank)])
             if (sends(action.what)) links.insert({rank, action.peer});
-    // Every rank takes part in each split; those that are no end of the link are alone there. The two ends meet at
+    // Every rank takes part in each split; those that are not an end of the link are alone there. The two ends meet at
     // once: with NCCL their hosts wait for each other in the first message, and the first ones of a table may cross.
     for (const auto& [from, to] : links) {
         const bool mine = from == pp.rank || to == pp.rank;

@@ -69,7 +69,7 @@ class TableCheck {
         check(s_.n_stages == s_.p && s_.placement == Placement::loop && !s_.splits_backward && !s_.forward_only,
               "schedule ", s_.name, ": with updates a rank has one stage, and whole backwards");
         check(s_.per_update >= 1 && s_.m % s_.per_update == 0, "schedule ", s_.name, ": ", s_.m,
-              " micro-batches are no multiple of the ", s_.per_update, " of an update");
+              " micro-batches are not a multiple of the ", s_.per_update, " of an update");
     }
 
     void check_action(const Action& a) {
@@ -88,7 +88,7 @@ class TableCheck {
             require(peer >= 0, "the other end of this message is not on another rank");
             require(a.peer == peer, "the other end of this message is rank ", peer);
         } else {
-            require(a.peer == -1, "it is no message, and names rank ", a.peer);
+            require(a.peer == -1, "it is not a message, and names rank ", a.peer);
         }
         require(s_.splits_backward || (a.what != Do::backward_input && a.what != Do::backward_weight),
                 "this schedule does not split the backward");
