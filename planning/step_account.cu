@@ -149,7 +149,7 @@ struct Row {  // a launch, or the sum of many
         launches += other.launches, least += other.least, moved += other.moved, flops += other.flops;
         roofline += other.roofline, predicted += other.predicted;
     }
-    double intensity() const { return moved > 0 ? flops / moved : 0; }
+    double intensity() const { return flops / moved; }
 };
 
 struct Account {
@@ -184,12 +184,11 @@ Row row_of(const NotedLaunch& launch, size_t group, const Account& account) {
             .flops = cost.flops};
     // What is not a product of matrices computes on other units, but too little to wait for them.
     const double computing = moves_rows(group) ? 0 : row.flops / account.rate_of(group);
-    const bool multiplies = computing > 0 && (row.intensity() > 16 ||  // less: attention's delta, which reads rows
-                                              computing > row.moved / account.spec.reached_bytes);
     // The sums of a product's factor, of which an H100's cuBLASLt makes a kernel of its own, after the product.
     const double sums = moves_rows(group) ? 0 : static_cast<double>(cost.again) / account.spec.reached_bytes;
-    row.roofline = std::max(row.moved / account.spec.reached_bytes - sums, multiplies ? computing : 0);
-    const double share = moves_rows(group) || multiplies ? kGroups[group].share : kRowKernel;
+    row.roofline = std::max(row.moved / account.spec.reached_bytes - sums, computing);
+    // Attention's delta, which has no product, reads rows.
+    const double share = moves_rows(group) || computing > 0 ? kGroups[group].share : kRowKernel;
     row.predicted = row.roofline / share + sums / kRowKernel + kBetweenLaunches;
     return row;
 }
@@ -297,8 +296,8 @@ std::string text_of(const Trainer& t, const Account& account) {
                    format("%.1f", 100 * account.model_flops / seconds / spec.rate(t.options.precision.dtype)), " % of ",
                    std::string_view(spec.source) == spec.reached_source ? "the measured " : "the data sheet's ",
                    human_count(spec.rate(t.options.precision.dtype)), "FLOP/s. ", account.launches.size(),
-                   " launches. What is neither a product nor attention moves ",
-                   format("%.2f", rest.least > 0 ? rest.moved / rest.least : 1), " times the bytes that it must.\n");
+                   " launches. What is neither a product nor attention moves ", format("%.2f", rest.moved / rest.least),
+                   " times the bytes that it must.\n");
     return text;
 }
 
