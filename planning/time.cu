@@ -171,16 +171,28 @@ double fp8_bytes(const Trainer& t, double L, const Linears& linears, const Again
     return tokens * by_tokens + by_weights;
 }
 
+// What this rank computes: in 1D its heads, columns of the feed-forward and rows of the vocabulary, for all tokens; in
+// the other geometries an equal share of everything, as of a share of the tokens.
+struct RankShare {
+    Config config;
+    double of_tokens;
+};
+RankShare share_of_rank(const Trainer& t) {
+    if (t.model.layout.divides_columns()) return {t.config, 1.0 / t.model.layout.size};
+    Config c = t.model.local;
+    if (t.tensor_parallel) c.V = vocabulary_rows(t.config, t.model.layout);
+    return {c, 1};
+}
+
 struct StepCost {
     double flops = 0, bytes = 0;
     double fp8_flops = 0;  // those among flops that are in fp8: the blocks' linear layers
     double optimizer_flops = 0;
 };
 StepCost step_cost(Trainer& t, double state_bytes) {
-    Config c = t.model.local;  // what this rank computes
-    if (t.tensor_parallel) c.V = vocabulary_rows(t.config, t.model.layout);
+    const auto [c, share] = share_of_rank(t);
     const TrainOptions& o = t.options;
-    const double tokens = static_cast<double>(t.local_batch * o.rank_seq()),
+    const double tokens = share * static_cast<double>(t.local_batch * o.rank_seq()),
                  n_micro = static_cast<double>(t.local_batch / t.micro_batch);
     const double L = static_cast<double>(c.L), C = static_cast<double>(c.C), V = static_cast<double>(c.V_padded());
     const double n = static_cast<double>(t.model.n);
@@ -207,8 +219,8 @@ StepCost step_cost(Trainer& t, double state_bytes) {
     // the first micro-batch, added to by the others, read for their norm, and read by the optimizer, which reads and
     // writes what it updates and its states: here, or on the host. Of an embedding that is not the head, too, a
     // micro-batch reads the rows of its tokens, and adds to them.
-    const double whole_n = n - (c.tied ? 0 : V * C);
-    cost.bytes = tokens * elements * value_bytes + n_micro * (2 * whole_n + weights_again) * value_bytes +
+    const double whole_n = n - (c.tied ? 0 : share * V * C);
+    cost.bytes = tokens * elements * value_bytes + n_micro * (2 * whole_n + share * weights_again) * value_bytes +
                  (3 * n + 2 * (n_micro - 1) * whole_n) * grad_bytes + fp8_bytes(t, L, linears, again) +
                  head_chunk_bytes(t, o.recompute.head_chunks, o.precision.grad_dtype) +
                  (t.model.sharding.host_updates()
@@ -226,9 +238,8 @@ void print_pipeline_time(const Trainer& t, const DeviceSpec& spec) {
     const PipelineSchedule& schedule = t.pipeline->schedule();
     const double rate = spec.rate(o.precision.dtype),
                  block_rate = o.precision.fp8 != Fp8Recipe::none && spec.fp8 > 0 ? spec.fp8 : rate;
-    Config c = t.model.local;
-    if (t.tensor_parallel) c.V = vocabulary_rows(t.config, t.model.layout);
-    const double tokens = static_cast<double>(t.micro_batch * o.rank_seq()),
+    const auto [c, share] = share_of_rank(t);
+    const double tokens = share * static_cast<double>(t.micro_batch * o.rank_seq()),
                  head = tokens * 2 * static_cast<double>(c.V * c.C) / rate;
     const std::vector<double> blocks = block_flops_per_token(c, o.seq);
     Times times{.stages = {}};
