@@ -422,11 +422,26 @@ TEST_CASE("the trace of a run becomes the spans of its schedule, with the times 
                 if (has) CHECK(std::abs(both.times.of({what, 0, stage}) - times.of({what, 0, stage})) < 1e-12);
             }
         CHECK(std::abs(bubble_of(both.predicted) - bubble_of(both.measured)) < 1e-9);
+        CHECK(!both.critical_path.empty());
+        Ranks incomplete = measured;
+        incomplete[0].pop_back();
+        CHECK(compare_pipeline(s, incomplete).critical_path.empty());  // what the end waits for was perhaps not seen
         if (p == 4) continue;
         write_pipeline_picture(folder.path, both);
         CHECK(Image(folder / "pipeline.png").colors[0x78afe1] > 1000);
         CHECK(parsed_json(slurp(folder / "pipeline.json"))["traceEvents"].size() > 2 * events.size() / 4);
     }
+}
+
+TEST_CASE("a message takes the median of the times that ranks have waited for one", "[pipeline]") {
+    const auto forward = [](int micro, int stage, double start, double end) {
+        return Span{{Do::forward, micro, stage}, start, end};
+    };
+    // Rank 1 waits 0.1, 0.9 and 0.2 for the first three. For the last, which comes while it computes, it does not.
+    const Ranks measured = {
+        {forward(0, 0, 0, 1), forward(1, 0, 1, 2), forward(2, 0, 2, 4), forward(3, 0, 4, 5)},
+        {forward(0, 1, 1.1, 1.5), forward(1, 1, 2.9, 3.5), forward(2, 1, 4.2, 6), forward(3, 1, 6, 7)}};
+    CHECK(measured_times(made("gpipe", 2, 4), measured).message == Approx(0.2));
 }
 
 TEST_CASE("flags of pipelines that cannot be are refused in one line", "[pipeline][program]") {
@@ -517,7 +532,8 @@ TEST_CASE("--trace of a pipeline: what was taken and sent is what was planned", 
             }
         }
         CHECK_THAT(run.out, !ContainsSubstring("broadcast #"));  // of a checkpoint, which is no part of a step
-        CHECK_THAT(run.out, ContainsSubstring("predicted, ") && ContainsSubstring(" as predicted and as measured: "));
+        CHECK_THAT(run.out,
+                   ContainsSubstring("predicted, ") && ContainsSubstring("step 2 as predicted and as measured: "));
         CHECK(Image(folder / "run/pipeline.png").colors[0x78afe1] > 100);
         CHECK(parsed_json(slurp(folder / "run/pipeline.json"))["traceEvents"].size() > 30);
     }

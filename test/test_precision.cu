@@ -334,6 +334,22 @@ TEST_CASE("the plan has the famous figures", "[program][plan]") {
     CHECK_THAT(pipeline("--ranks 2 --pp 2 --seq 64 --stages 13,19"),
                ContainsSubstring("rank 1 needs about 78.8 GiB: it does not fit"));
     CHECK_THAT(pipeline("--ranks 4 --pp 4 --seq 2048"), !ContainsSubstring("it does not fit"));
+    // Of rank 3 gradients of 18.2 GiB, 2.0 GiB in flight, and weights of 9.1 and states of 54.6 twice: an update may be
+    // undone.
+    CHECK_THAT(pipeline("--ranks 4 --pp 4 --seq 64 --pipeline zb-h2 --stages 4,4,4,20"),
+               ContainsSubstring("rank 3 needs about 148 GiB: it does not fit"));
+    // All ranks together compute for as long by every schedule, also where many steps run at once. Of llama-8b's
+    // 218.1 million weights of a block, 58.7 million of them in its last product, and 525 million of its head:
+    const double once = 3 * (32 * 218.1 + 525.3);
+    const auto busy = [&](const std::string& flags) {
+        const std::string text = pipeline("--ranks 4 --pp 4 --seq 64 " + flags);
+        return number_after(text, "products take ") * (1 - number_after(text, "ms a step, with a bubble of "));
+    };
+    const double by_1f1b = busy("");
+    CHECK(busy("--pipeline 2bw --clip 0 --val-every 0 --save-every 0 --flush-every 50") ==
+          Approx(by_1f1b).epsilon(0.01));
+    CHECK(busy("--recompute full") == Approx(by_1f1b * (once + 32 * (218.1 - 58.7)) / once).epsilon(0.01));
+    CHECK(busy("--recompute 2") == Approx(by_1f1b * (once + 32 * 218.1 - 16 * 58.7) / once).epsilon(0.01));
     // Copies of weights and states, and errors of compression, are no tables.
     for (const std::string flags : {"--ranks 4 --pp 4 --pipeline zb-v --seq 64",
                                     "--ranks 4 --pp 4 --pipeline 2bw --clip 0 --val-every 0 --save-every 0 --seq 64",
