@@ -30,20 +30,19 @@ void begin_at_zero(std::vector<std::vector<Span>>& ranks) {
 }
 
 // How long a message takes, where its receiver has waited for it: the median.
-double message_time(const PipelineSchedule& s, const std::vector<std::vector<Span>>& ranks) {
-    std::map<std::string, std::pair<int, double>> ends;  // action -> rank, end
-    for (int rank = 0; rank < s.p; ++rank)
-        for (const Span& span : ranks[static_cast<size_t>(rank)]) ends[action_text(span.action)] = {rank, span.end};
+double message_time(const std::vector<std::vector<Span>>& ranks) {
+    std::map<std::string, double> ends;
+    for (const std::vector<Span>& spans : ranks)
+        for (const Span& span : spans) ends[action_text(span.action)] = span.end;
     std::vector<double> times;
-    for (int rank = 0; rank < s.p; ++rank) {
-        double free = 0;  // since when the rank waits
-        for (const Span& span : ranks[static_cast<size_t>(rank)]) {
+    for (const std::vector<Span>& spans : ranks) {
+        double free = 0;  // since when the rank waits: what it did itself is no later
+        for (const Span& span : spans) {
             const Action& a = span.action;
             const bool waits = a.what == Do::forward || a.what == Do::backward || a.what == Do::backward_input;
             const int before = a.what == Do::forward ? a.stage - 1 : a.stage + 1;
             const auto from = ends.find(action_text({a.what, a.micro, before}));
-            if (waits && from != ends.end() && from->second.first != rank && from->second.second > free)
-                times.push_back(span.start - from->second.second);
+            if (waits && from != ends.end() && from->second > free) times.push_back(span.start - from->second);
             free = span.end;
         }
     }
@@ -115,13 +114,12 @@ Times measured_times(const PipelineSchedule& s, const std::vector<std::vector<Sp
     for (auto& durations : of_stage) {
         StageTimes t{mean(durations[Do::forward]), mean(durations[Do::backward_input]),
                      mean(durations[Do::backward_weight])};
-        const double both =
-            mean(durations[Do::backward]);  // its parts are not known: as those done apart, or all by input
-        if (durations[Do::backward_input].empty()) t.backward_input = both - t.backward_weight;
+        // The parts of a whole backward are not known: as those done apart or, where none are, all by input.
+        if (durations[Do::backward_input].empty()) t.backward_input = mean(durations[Do::backward]);
         times.stages.push_back(t);
     }
     times.update = mean(updates);
-    times.message = message_time(s, measured);
+    times.message = message_time(measured);
     return times;
 }
 

@@ -535,7 +535,14 @@ TEST_CASE("--trace of a pipeline: what was taken and sent is what was planned", 
         CHECK_THAT(run.out,
                    ContainsSubstring("predicted, ") && ContainsSubstring("step 2 as predicted and as measured: "));
         CHECK(Image(folder / "run/pipeline.png").colors[0x78afe1] > 100);
-        CHECK(parsed_json(slurp(folder / "run/pipeline.json"))["traceEvents"].size() > 30);
+        const Json::Value events = parsed_json(slurp(folder / "run/pipeline.json"))["traceEvents"];
+        CHECK(events.size() > 30);
+        double ends[2] = {};  // of the panels: predicted, measured
+        for (const Json::Value& event : events)
+            if (double& end = ends[event["pid"].asInt()]; event["ph"] == "X")
+                end = std::max(end, 1e-6 * (event["ts"].asDouble() + event["dur"].asDouble()));
+        CHECK_THAT(run.out, ContainsSubstring(concat("; ", human_seconds(ends[0]), " predicted, ",
+                                                     human_seconds(ends[1]), " measured\n")));
     }
 }
 
