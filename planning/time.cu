@@ -184,6 +184,8 @@ RankShare share_of_rank(const Trainer& t) {
     return {c, 1};
 }
 
+// Without messages: neither their time, nor the copies that they need, nor what is read once more because an operand
+// comes in several messages (the panels of 2D and 2.5D, the keys of other ranks in context parallelism).
 struct StepCost {
     double flops = 0, bytes = 0;
     double fp8_flops = 0;  // those among flops that are in fp8: the blocks' linear layers
@@ -377,9 +379,10 @@ void print_time(Trainer& t) {
     std::printf(", %sB/s (%s)\n", human_count(spec.bytes_per_s).c_str(), spec.source);
     std::printf("  compute %s, memory %s", human_seconds(compute).c_str(), human_seconds(move).c_str());
     if (!overlaps) std::printf(" (on a CPU %g to %g times that)", spec.rest_least, spec.rest_most);
-    std::printf(": a step takes %s to %s, %s to %s tokens/s\n", human_seconds(least).c_str(),
+    std::printf(": a step takes %s to %s, %s to %s tokens/s%s\n", human_seconds(least).c_str(),
                 human_seconds(most).c_str(), human_count(all_tokens / most).c_str(),
-                human_count(all_tokens / least).c_str());
+                human_count(all_tokens / least).c_str(),
+                rank_count(o.ranks) > 1 ? ", without messages and the copies for them" : "");
     print_head_chunks(t, spec);
     print_fit(t, spec);
 }
