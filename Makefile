@@ -600,7 +600,7 @@ format:
 # clang-format leaves comments as they are: their length is checked here.
 format-check:
 	@$(CLANG_FORMAT) --dry-run --Werror $(FORMATTED)
-	@! grep -nE '^.{121}' $(FORMATTED) | cut -c1-100 | sed 's/$$/... is longer than 120 columns/' | grep .
+	@! LC_ALL=C.UTF-8 grep -nE '^.{121}' $(FORMATTED) | cut -c1-100 | sed 's/$$/... is longer than 120 columns/' | grep .
 # What can be said of the sources without compiling them: who includes whom, and how long functions are.
 house-check:
 	@dev/floors.py
