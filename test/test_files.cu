@@ -368,6 +368,7 @@ TEST_CASE("a checkpoint that is in its place is saved, whatever goes wrong behin
         const NotRoot not_root;
         CHECK(one_line_with(writer.commit(1), checkpoints, "Permission denied"));
     }
+    ::chmod(checkpoints.c_str(), 0777);
     CHECK(find_checkpoints(folder.path).size() == 2);
 }
 
