@@ -250,12 +250,6 @@ TEST_CASE("loss scaling keeps the gradients of a training step in fp16", "[progr
         n += std::stod(w[1]);
         n_flushed += std::stod(w[1]) * std::stod(w[4]) / 100;
     }
-    // Zeros in fp32 do not count. The first token of a sequence has one score, and its query a gradient of 0, exactly
-    // or but for rounding; counted as flushed, these alone would be a larger share than fp16 loses after scaling.
-    const std::vector<std::string> dqkv = words(line_of(outcome.out, "share of the gradients", "dqkv"));
-    const double percent_zero = 100 * (1 - std::stod(dqkv[1]) / (8 * 128 * 3 * 128));
-    CHECK(percent_zero > 0.01);
-    CHECK(std::stod(dqkv[10]) < percent_zero / 2);
 
     std::map<std::string, std::vector<double>> shares;  // zero, subnormal, normal, overflow, by loss scale
     const std::string dynamic = words(line_of(outcome.out, "share of the gradients", "not zero")).back();
@@ -284,8 +278,8 @@ TEST_CASE("loss scaling keeps the gradients of a training step in fp16", "[progr
 
 TEST_CASE("float_formats shows the gradients of GPT-2, whose backward writes no dact", "[program][dev]") {
     const TempFolder folder;
-    write_text_file(folder / "config.json", R"({"model_type": "gpt2", "vocab_size": 256, "n_positions": 8, "n_embd": 16,
-                                           "n_layer": 1, "n_head": 2})");
+    write_text_file(folder / "config.json", R"({"model_type": "gpt2", "vocab_size": 256, "n_positions": 1000,
+                                           "n_embd": 16, "n_layer": 1, "n_head": 2})");
     const Outcome outcome =
         run_program("dev/float_formats", "--gradients --steps 0 --batch 1 --seq 8 --model " +
                                              (folder / "config.json --out ") + (folder / "gradients.png"));
@@ -293,6 +287,8 @@ TEST_CASE("float_formats shows the gradients of GPT-2, whose backward writes no 
     REQUIRE(outcome.status == 0);
     CHECK(words(line_of(outcome.out, "share of the gradients", "dup")).size() == 12);
     CHECK(outcome.out.find("dact") == std::string::npos);
+    // Gradients that are zero in fp32 do not count as lost. Those of 992 positions are: two thirds of all.
+    CHECK(std::stod(words(line_of(outcome.out, "all of them", "parameters 1"))[2]) < 5);
 }
 
 TEST_CASE("float_formats refuses what it cannot read", "[program][dev]") {
