@@ -7,6 +7,7 @@
 #include "train_runs.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 
@@ -553,6 +554,15 @@ TEST_CASE("a schedule that was begun anew goes on behind a broken checkpoint", "
     const Outcome outcome = run_program("train_gpt", "--resume --out " + run);
     CHECK_THAT(outcome.out, ContainsSubstring("resumed after step 2"));
     check_same_end(whole, run);
+    // One that began behind step 2 says nothing of step 2.
+    const std::string other = folder / "other", keep = " --keep 3 --save-every 1 --out " + other;
+    REQUIRE(train("--steps 2" + keep).status == 0);
+    REQUIRE(run_program("train_gpt", "--resume --steps 4 --schedule linear --stop-after 3" + keep).status == 0);
+    for (const char* step : {"2", "3"})
+        flip_bit(other + "/checkpoints/step-0000000" + step + "/model.safetensors", "model.norm.weight");
+    CHECK_THAT(
+        run_program("train_gpt", "--resume --out " + other).out,
+        ContainsSubstring("resumed after step 1\nschedule a new one begins: linear over steps 2 to 4, of which 2"));
 }
 
 TEST_CASE("a digit that has changed in state.json or config.json is found", "[program][train_gpt]") {
@@ -615,6 +625,21 @@ TEST_CASE("a checkpoint with the optimizer's states twice is an error", "[progra
     const Outcome outcome = run_program("train_gpt", "--resume --out " + run);
     CHECK(outcome.status == 2);
     CHECK_THAT(outcome.err, ContainsSubstring("are files of two checkpoints in it?"));
+    // What the header of a file says of a state has no checksum.
+    std::filesystem::remove(checkpoint + "/optimizer-00001-of-00001.safetensors");
+    const std::string path = checkpoint + "/optimizer.safetensors", states = slurp(path), name = "m.model.norm.weight";
+    for (const auto& [text, other, says] :
+         {std::array<std::string, 3>{"\"F32\"", "\"I32\"", "' has dtype I32, expected F32"},
+          {name, "m.model.norm@weight", "'m.model.norm@weight' names no place in"},
+          {name, "m.model.norm.wei@-1", "'m.model.norm.wei@-1' names no place in"},
+          {name, "m.model.norms@0:4:3", "'m.model.norms@0:4:3' names no place in"},
+          {name, "m.model.norms@0:0:3", "'m.model.norms@0:0:3' names no place in"}}) {
+        std::string changed = states;
+        for (size_t at = 0; (at = changed.find(text, at)) < 100000; at += text.size())
+            changed.replace(at, text.size(), other);
+        spit(path, changed);
+        CHECK_THAT(line_of(run_program("train_gpt", "--resume --out " + run)), ContainsSubstring(says));
+    }
 }
 
 TEST_CASE("states of which a part is missing are not taken for whole", "[program][train_gpt]") {

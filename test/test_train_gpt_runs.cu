@@ -2,6 +2,7 @@
 #include "io/lock.h"
 #include "optim/optim.h"
 #include "train_runs.h"
+#include "training/training.h"
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -64,6 +65,18 @@ TEST_CASE("what is left of a cosine is stretched, and a new schedule can begin",
     REQUIRE(rows.size() == 40);
     CHECK(*rows[34].lr == Approx(2e-3).epsilon(1e-7));
     CHECK(*rows[39].lr == Approx(2e-4).epsilon(1e-7));
+}
+
+TEST_CASE("a checkpoint of an earlier version has the schedule that its flags say", "[train_gpt]") {
+    TrainOptions o;
+    o.typed_schedule = {.peak = 3e-3, .warmup = -1};
+    o.steps = 40;
+    RunState saved;
+    saved.step = 10, saved.options["--steps"] = "40";
+    const ResumedSchedule resumed = resumed_schedule(o, saved);
+    CHECK(resumed.change == "");
+    CHECK(resumed.schedule.steps == 40);
+    CHECK(resumed.schedule.warmup == 2);  // a twentieth
 }
 
 TEST_CASE("what a resumed run cannot be given is refused", "[program][train_gpt]") {
@@ -172,14 +185,20 @@ TEST_CASE("a disk without room for the checkpoints is found at the start", "[pro
     std::filesystem::create_directories(folder / "tokenizer");
     spit(folder / "tokenizer/tokenizer.json",
          slurp("test/golden/tokenizer/gpt2/tokenizer.json") + std::string(2 << 20, '\n'));
-    const std::string flags = "--steps 2 --tokenizer " + (folder / "tokenizer") + " --out " + (folder / "b");
-    const std::string said = train(flags + " --steps 1000000000 --save-every 1 --keep 0").err;
-    REQUIRE(train(flags).status == 0);
-    int64_t bytes = 0;
-    for (const auto& file : std::filesystem::directory_iterator(newest_checkpoint(folder / "b")))
-        bytes += static_cast<int64_t>(file.file_size());
-    const double said_mib = std::stod(said.substr(said.find("at once of ") + 11));
-    CHECK(said_mib == Approx(static_cast<double>(bytes) / 0x1p20).epsilon(0.02));  // headers and JSON take a little
+    // So it is where ranks have the same blocks, and each its errors of compression.
+    for (const std::string& other :
+         {"--tokenizer " + (folder / "tokenizer"),
+          std::string("--ranks 4 --pp 2 --pipeline dualpipe --batch 8 --micro-batches 4 --compress 1bit")}) {
+        const std::string flags = "--steps 2 " + other + " --out " + (folder / "b");
+        const std::string said = train(flags + " --steps 1000000000 --save-every 1 --keep 0").err;
+        REQUIRE(train(flags).status == 0);
+        int64_t bytes = 0;
+        for (const auto& file : std::filesystem::directory_iterator(newest_checkpoint(folder / "b")))
+            bytes += static_cast<int64_t>(file.file_size());
+        const double said_mib = std::stod(said.substr(said.find("at once of ") + 11));
+        CHECK(said_mib == Approx(static_cast<double>(bytes) / 0x1p20).epsilon(0.02));  // headers and JSON take a little
+        std::filesystem::remove_all(folder / "b");
+    }
 }
 
 // With --zero 1 each rank writes its part, and no file of rank 1 may grow beyond 800 blocks of 512 bytes or 1 KiB.
