@@ -295,6 +295,10 @@ TEST_CASE("output that cannot be written is one clear line", "[program][train_gp
         CHECK(one_line_with(outcome.err.substr(0, outcome.err.size() - 1), "train_gpt: ", out));
     }
     CHECK(slurp(folder / "file") == "in the way");
+    std::filesystem::create_symlink("/proc/tty", folder / "runs");  // where no folder can be made
+    const Outcome nowhere = run_shell(
+        concat("cd ", folder.path, "; timeout 20 ", program_path("train_gpt"), " --seq 16 --data ", text_file()));
+    CHECK_THAT(line_of(nowhere), ContainsSubstring("cannot make the folder runs/1: "));
     for (const std::string what : {"--plan", "--draw"})
         CHECK(run_shell(program_path("train_gpt") + " " + what + " > /dev/full").status == 2);
     // The first file that a run opens does not become standard output where that is closed.
@@ -376,6 +380,15 @@ TEST_CASE("a run whose lock cannot be written leaves no folder", "[train_gpt]") 
     }
     CHECK(one_line_with(fault, "group/run/lock", "free some space"));
     CHECK(!is_there(folder / "group"));
+    const std::filesystem::path here = std::filesystem::current_path();
+    std::filesystem::current_path(folder.path);  // where it chooses a folder itself
+    {
+        const FileSizeLimit no_byte(0);
+        CHECK_THROWS_AS(RunFolder(""), Error);
+    }
+    CHECK(is_there("runs"));
+    CHECK(!is_there("runs/1"));
+    std::filesystem::current_path(here);
 }
 
 // A link to itself where the next checkpoint should be: std::filesystem's errors are not ours.

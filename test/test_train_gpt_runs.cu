@@ -5,6 +5,7 @@
 #include "training/training.h"
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -132,6 +133,14 @@ TEST_CASE("a folder has one writer, and a lock that was left behind is taken ove
         std::filesystem::rename(run + "/checkpoints", run + "/moved");
         CHECK(one_line_with(line_of(resume(run)), "is being written by another process: wait until it has ended"));
         std::filesystem::rename(run + "/moved", run + "/checkpoints");
+        spit(run + "/lock", "123 elsewhere\n");  // over a network file system
+        CHECK_THROWS_WITH(check_not_written(run), ContainsSubstring("by process 123 on host elsewhere: wait"));
+    }
+    {  // All ranks ask at the same time.
+        const int other = ::open((run + "/lock").c_str(), O_RDONLY);
+        CHECK(::flock(other, LOCK_SH) == 0);
+        CHECK_NOTHROW(check_not_written(run));
+        ::close(other);
     }
     // Of a process on another host nobody can say here whether it lives. One process of several locks.
     spit(run + "/lock", "123 elsewhere\n");
@@ -149,6 +158,7 @@ TEST_CASE("a folder has one writer, and a lock that was left behind is taken ove
                                       have_mpirun() ? mpirun_command(2) : "");
     INFO(ranks.err);
     CHECK(ranks.status == 0);
+    CHECK_THAT(ranks.out, !ContainsSubstring("taken over"));
     CHECK_FALSE(std::filesystem::exists(run + "/lock"));
 }
 
@@ -172,8 +182,16 @@ TEST_CASE("a disk without room for the checkpoints is found at the start", "[pro
     // that are kept. What a resumed run has already needs no more room.
     const std::pair<std::string, const char*> counts[] = {
         {"--steps 1000000001 --save-every 2 --keep 0 --out " + (folder / "a"), " 500000001 checkpoints at once"},
-        {"--steps 1e9 --save-every 2 --val-every 3 --keep 0 --keep-best --out " + (folder / "a"),
+        {"--steps 2000000001 --save-every 3 --keep 0 --resume --out " + (folder / "two"),
          " 666666667 checkpoints at once"},
+        {"--steps 1e9 --save-every 4 --val-every 6 --keep 0 --keep-best --out " + (folder / "a"),
+         " 333333333 checkpoints at once"},
+        {"--steps 1e9 --save-every 1 --val-every 0 --keep 0 --keep-best --out " + (folder / "a"),
+         " 1000000000 checkpoints at once"},
+        {"--steps 3e17 --save-every 3000000000 --val-every 4000000001 --keep 0 --keep-best --out " + (folder / "a"),
+         " 174999999 checkpoints at once"},
+        {"--steps 1e9 --save-every 2 --keep 9e9 --keep-best --out " + (folder / "a"), " 500000001 checkpoints at once"},
+        {"--steps 1e15 --save-every 0 --val-every 0 --out " + (folder / "a"), " 1 checkpoint of "},  // the logs
         {"--steps 2e9 --save-every 1 --keep 1e9 --out " + (folder / "a"), " 1000000001 checkpoints at once"},
         {"--steps 2e9 --save-every 1 --keep 1e9 --keep-best --out " + (folder / "a"),
          " 1000000002 checkpoints at once"},

@@ -64,10 +64,7 @@ bool is_held(const LockedFile& file, const Holder& holder) {
 std::vector<std::string> missing_folders(fs::path path) {
     std::vector<std::string> missing;
     std::error_code ignored;
-    for (; !path.empty() && !fs::exists(path, ignored); path = path.parent_path()) {
-        if (path.has_filename()) missing.push_back(path.string());
-        if (path == path.parent_path()) break;
-    }
+    for (; !path.empty() && !fs::exists(path, ignored); path = path.parent_path()) missing.push_back(path.string());
     std::reverse(missing.begin(), missing.end());
     return missing;
 }
@@ -156,7 +153,7 @@ int64_t saves_between(int64_t first, int64_t last, int64_t every) {
 
 // The least common multiple; 0 where it is beyond `last`.
 int64_t common_multiple(int64_t a, int64_t b, int64_t last) {
-    if (a == 0 || b == 0) return 0;
+    if (b == 0) return 0;
     const int64_t part = a / std::gcd(a, b);
     return part > last / b ? 0 : part * b;
 }
