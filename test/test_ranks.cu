@@ -445,7 +445,10 @@ TEST_CASE("ranks that share a device are refused what together is more than it h
     const Outcome outcome = run_program("train_gpt", command(wide));
     INFO(outcome.err);
     CHECK(outcome.status == 2);
-    CHECK_THAT(outcome.err, ContainsSubstring("for the 2 ranks that share a device, the device has "));
+    CHECK_THAT(outcome.err,
+               ContainsSubstring("for the 2 ranks that share a device, the device has ") &&
+                   ContainsSubstring("B: use fewer ranks, a smaller --micro-batch, --seq or --model, --recompute, "
+                                     "--dtype bf16 or --offload\n"));
     CHECK_FALSE(std::filesystem::exists(folder / "run"));
 }
 

@@ -197,7 +197,7 @@ TEST_CASE("a disk without room for the checkpoints is found at the start", "[pro
          " 1000000002 checkpoints at once"},
         {"--steps 2e9 --save-every 1 --keep 1e9 --resume --out " + (folder / "two"),
          " 1000000000 checkpoints at once"}};
-    for (const auto& [flags, count] : counts) CHECK_THAT(line_of(train(flags)), ContainsSubstring(count));
+    for (const auto& [flags, count] : counts) CHECK_THAT(line_of(train(flags, "timeout 20")), ContainsSubstring(count));
     CHECK_FALSE(std::filesystem::exists(folder / "a"));
     // What it says of the size of a checkpoint, with a large tokenizer, is what one takes.
     std::filesystem::create_directories(folder / "tokenizer");
