@@ -345,6 +345,20 @@ TEST_CASE("a run goes on with other parts of it on the host", "[program][offload
         CHECK((a[i].loss == b[i].loss && a[i].grad_norm == b[i].grad_norm && a[i].val_loss == b[i].val_loss));
 }
 
+TEST_CASE("ranks of --tp update on the host once, when their parts have been added", "[program][offload]") {
+    const TempFolder folder;
+    std::string weights[2];
+    for (const int offloads : {0, 1}) {
+        const std::string run = folder / concat("run", offloads);
+        const Outcome outcome = program(
+            folder, concat("--clip 0 --steps 2 --ranks 2 --tp 2 --out ", run, offloads ? " --offload optimizer" : ""));
+        INFO(outcome.err);
+        REQUIRE(outcome.status == 0);
+        weights[offloads] = slurp(*latest_checkpoint(run) + "/model.safetensors");
+    }
+    CHECK((weights[0] == weights[1]));
+}
+
 TEST_CASE("an overflow before the first update leaves the weights on the device as they are", "[program][offload]") {
     const TempFolder folder;
     const std::string plain = folder / "plain", offloaded = folder / "offloaded";
