@@ -155,8 +155,13 @@ class Block {
 };
 
 // This OS thread's, made on first use. The second is the same and ends with the OS thread; it is slower to look at.
+// (What is destroyed later, as globals are, still asks in_kernel().)
 thread_local Block* block = nullptr;
-thread_local std::unique_ptr<Block> owned_block;
+struct OwnedBlock {
+    std::unique_ptr<Block> its;
+    ~OwnedBlock() { block = nullptr; }
+};
+thread_local OwnedBlock owned_block;
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Starting threads
@@ -554,7 +559,7 @@ void* Block::dynamic_shared() {
 
 Block& this_block() {
     if (!block) {
-        block = (owned_block = std::make_unique<Block>()).get();
+        block = (owned_block.its = std::make_unique<Block>()).get();
         prepare_os_thread();
     }
     return *block;
