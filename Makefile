@@ -302,8 +302,9 @@ endif
 	@echo "gdb -x cpu/cuda.gdb --args $(DEBUG_FOLDER)/$(PROGRAM)"
 
 # ---- objects ---------------------------------------------------------------------------------------------------------
-# Objects are made again when the flags change: $(BUILD)/flags holds those of the last build.
-FLAGS_NOW = $(subst ','\'',$(CXX) $(CXXFLAGS) $(MPI_CFLAGS) $(NCCL_CFLAGS) $(HTTPLIB_CFLAGS) $(LIGHT) $(LIGHT_FLAGS) $(EMULATED) $(EMULATED_FLAGS) $(LAYERS) $(LAYERS_FLAGS) $(CORES) $(CORES_FLAGS) $(TILES) $(TILES_FLAGS) $(PCH) $(PCH_product) $(PCH_test) $(NVCC) $(NVCCFLAGS) $(ARCHFLAGS) $(UNFUSED) $(UNFUSED_FLAGS))
+# Objects are made again when the flags change: $(BUILD)/flags holds those of the last build, without the tests that are in LIGHT:
+# a new test is no reason to compile all the rest.
+FLAGS_NOW = $(subst ','\'',$(CXX) $(CXXFLAGS) $(MPI_CFLAGS) $(NCCL_CFLAGS) $(HTTPLIB_CFLAGS) $(filter-out test/%,$(LIGHT)) $(LIGHT_FLAGS) $(EMULATED) $(EMULATED_FLAGS) $(LAYERS) $(LAYERS_FLAGS) $(CORES) $(CORES_FLAGS) $(TILES) $(TILES_FLAGS) $(PCH) $(PCH_product) $(PCH_test) $(NVCC) $(NVCCFLAGS) $(ARCHFLAGS) $(UNFUSED) $(UNFUSED_FLAGS))
 $(BUILD)/flags: force
 	@mkdir -p $(BUILD)
 	@printf '%s\n' '$(FLAGS_NOW)' | cmp -s - $@ || printf '%s\n' '$(FLAGS_NOW)' > $@

@@ -65,6 +65,25 @@ TEST_CASE("every file includes the standard headers that it uses", "[program][so
     CHECK_THAT(python(tree / "dev/includes.py").err, ContainsSubstring("headers have queue, of which NAMES lacks"));
 }
 
+TEST_CASE("make: other flags compile everything again, and a new test does not", "[program][sources]") {
+    const TempFolder tree;
+    std::filesystem::create_directories(tree / "test");
+    std::filesystem::copy_file("Makefile", tree / "Makefile");
+    std::ofstream(tree / "test/test_a.cu") << "";
+    const auto flags = [&](const std::string& variables) {
+        const Outcome outcome = run_shell(concat("unset MAKEFLAGS MAKELEVEL; make -s -C ", tree.path,
+                                                 " DEVICE=cpu CCACHE= build/cpu/flags ", variables));
+        INFO(outcome.err);
+        REQUIRE(outcome.status == 0);
+        return slurp(tree / "build/cpu/flags");
+    };
+    const std::string first = flags("");
+    CHECK_THAT(first, ContainsSubstring("-march=native"));
+    std::ofstream(tree / "test/test_b.cu") << "";
+    CHECK(flags("") == first);
+    CHECK_THAT(flags("MARCH=x86-64"), ContainsSubstring("-march=x86-64"));
+}
+
 TEST_CASE("no function of the product is longer than a screen", "[program][sources]") {
     if (!python_is_here()) SKIP_TEST("needs Python; LLM_PYTHON names it");
     const Outcome outcome = python("dev/long_functions.py");
