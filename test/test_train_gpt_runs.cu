@@ -80,6 +80,28 @@ TEST_CASE("a checkpoint of an earlier version has the schedule that its flags sa
     CHECK(resumed.schedule.warmup == 2);  // a twentieth
 }
 
+TEST_CASE("a longer run is told what becomes of its schedule, whatever the schedule", "[train_gpt][schedule]") {
+    for (const std::string& name : schedule_names())
+        for (const int64_t step : {20, 40}) {
+            Schedule whole{.name = name, .warmup = 4, .steps = 40};
+            RunState saved;
+            saved.step = step, saved.schedule = whole, saved.options["--steps"] = "40";
+            TrainOptions o;
+            o.typed_schedule = whole;
+            o.steps = 60;
+            const auto [schedule, change] = resumed_schedule(o, saved);
+            whole.steps = 60;
+            bool goes_on = true;  // as if the run had begun with 60 steps
+            for (int64_t s = step + 1; s <= 60; ++s)
+                goes_on = goes_on && learning_rate(schedule, s) == learning_rate(whole, s);
+            INFO(change);
+            const char* says = goes_on      ? name == "wsd" ? "its decay comes in the last 0.2 of" : "it goes on"
+                               : step == 40 ? "it had come to its end, and the learning rate stays"
+                                            : "what was left of it is stretched over steps 21 to 60";
+            CHECK_THAT(change, ContainsSubstring(concat("schedule ", name, " to step 60 instead of 40: ", says)));
+        }
+}
+
 TEST_CASE("what a resumed run cannot be given is refused", "[program][train_gpt]") {
     const TempFolder folder;
     const std::string run = folder / "run";
