@@ -344,6 +344,9 @@ Config load_config(const std::string& preset_or_path) {
 std::pair<std::string, std::string> hugging_face_type(const Config& c) {
     if (c.attention == "mla") return {"deepseek_v3", "DeepseekV3ForCausalLM"};
     if (c.attention == "mfa") return {"mfa", "MfaForCausalLM"};  // transformers has none
+    check(c.attention == "gqa", "model configuration: the attention '", c.attention,
+          "' has no model_type, and would be read as grouped-query attention: give it one in "
+          "model/huggingface_config.cu");
     const bool qwen3 = c.qk_norm, qwen2 = !qwen3 && c.qkv_bias && !c.attn_out_bias, qwen = qwen2 || qwen3;
     const bool mistral = !qwen && c.mistral, llama = !qwen && !mistral;
     check((c.qkv_bias == c.attn_out_bias || qwen2) && (!c.qkv_bias || !mistral) && (!c.mlp_bias || llama) &&

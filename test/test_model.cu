@@ -4,6 +4,7 @@
 // float32. How much that may be is measured, not guessed: versions.json has, for every model and measure, how far
 // PyTorch's own float32 is from the same goldens.
 #include "io/io.h"
+#include "model/sublayer.h"
 #include "models.h"
 #include "temp_folder.h"
 
@@ -633,6 +634,33 @@ TEST_CASE("parameter_count counts what is placed, flops_per_token what multiplie
         const double attention = 6 * static_cast<double>(config.H * (config.D + config.value_D())) * pairs / 8;
         CHECK(flops_per_token(config, 8) == Approx(static_cast<double>(6 * multiplying) + attention).epsilon(1e-12));
     }
+}
+
+// The tests that go through small_models(), and those of whole runs, have every part of the tables.
+TEST_CASE("each attention and feed-forward is in a preset, read as it was saved, and in a model of the tests",
+          "[model]") {
+    const TempFolder folder;
+    std::set<std::string> in_presets, in_tests;
+    for (const std::string& name : preset_names()) {
+        INFO(name);
+        const Config& preset = *find_preset(name);
+        in_presets.insert({preset.attention, preset.feed_forward});
+        write_text_file(folder.path + "/config.json", config_to_json(preset));
+        const Config read = load_config(folder.path);
+        CHECK(read.attention == preset.attention);
+        CHECK(read.feed_forward == preset.feed_forward);
+        CHECK(config_to_json(read) == config_to_json(preset));
+    }
+    for (const Config& config : small_models()) in_tests.insert({config.attention, config.feed_forward});
+    for (const auto& table : {attention_table(), feed_forward_table()})
+        for (const SubLayer* layer : table) {
+            INFO(layer->name << ": a preset has it (model/config.cu), and small_models() (test/models.h)");
+            CHECK(in_presets.count(layer->name) == 1);
+            CHECK(in_tests.count(layer->name) == 1);
+        }
+    Config unknown = small_llama();
+    unknown.attention = "other";
+    CHECK_THROWS_WITH(config_to_json(unknown), ContainsSubstring("the attention 'other' has no model_type"));
 }
 
 TEST_CASE("configurations of transformers: what is not supported is said", "[model]") {
