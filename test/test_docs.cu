@@ -1,5 +1,8 @@
 // test/test_docs.cu: README.md and doc/ are true. What is checked is said at the top of dev/docs.py and
 // dev/readme_commands.py.
+#include "model/model.h"
+#include "optim/optim.h"
+#include "parallel/pipeline/pipeline.h"
 #include "program.h"
 
 #include <regex>
@@ -19,6 +22,31 @@ TEST_CASE("the pages name what exists, and have every flag", "[program][docs]") 
     const Outcome outcome = python("dev/docs.py check");
     INFO(outcome.out << outcome.err);
     CHECK(outcome.status == 0);
+}
+
+// Lists that are written by hand: each name that the program knows is in them.
+TEST_CASE("the pages describe every preset, optimizer and schedule", "[docs]") {
+    const auto check_named = [](const std::string& path, const std::string& name, const std::string& around) {
+        std::string pattern = around;
+        INFO(path << " does not have " << name << " where it has the others");
+        CHECK(std::regex_search(slurp(path), std::regex(pattern.replace(pattern.find("NAME"), 4, name))));
+    };
+    for (const std::string& name : preset_names()) check_named("doc/models.md", name, "\n\\| [^|]*`NAME`");
+    for (const std::string& name : schedule_names_of_pipelines())
+        check_named("doc/pipelines.md", name, "\n\\| `NAME` \\|");
+    for (const std::string& name : schedule_names()) {
+        check_named("doc/runs.md", name, "\n\\| ([a-z-]+, )*NAME[ ,]");
+        check_named("doc/flags.md", name, "--steps .*\\bNAME\\b");
+        check_named("optim/optim.h", name, "\n//   NAME  ");
+    }
+    for (const std::string& name : optimizer_names()) {
+        check_named("optim/optim.h", name, "\n//   NAME +[a-z0-9]+\\.cu ");
+        if (!has_host_optimizer(name))
+            check_named("doc/ranks.md", name, "\n\\| `--offload optimizer` [^\n]*`--optimizer NAME`");
+        // Nesterov's update is momentum's kernel; all other runs have AdamW.
+        if (name != "nesterov" && name != "adamw")
+            check_named("test/count_bytes.sh", name, "\nfor optimizer in [a-z0-9 ]*\\bNAME\\b");
+    }
 }
 
 // make test-readme runs all of them.
