@@ -9,8 +9,12 @@
 // Asynchronous schedules compute something else, which an oracle in one process computes here, too.
 #include "io/io.h"
 #include "models.h"
+#include "parallel/pipeline/pipeline.h"
 #include "run_models.h"
 #include "train_runs.h"
+#include "training/training.h"
+
+#include <algorithm>
 
 namespace {
 
@@ -63,6 +67,22 @@ bool has_turn(const std::string& schedule) { return schedule == "zb-v" || schedu
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Synchronous schedules
+
+TEST_CASE(
+    "the options know each schedule's stages, and which have updates; the others are among those that are trained",
+    "[pipeline]") {
+    for (const std::string& name : schedule_names_of_pipelines()) {
+        INFO(name << ": training/options_pipeline.cu, and kSynchronous in this file");
+        ScheduleOptions options;
+        options.name = name, options.p = 4, options.m = 8, options.per_update = 4;
+        const PipelineSchedule table = make_schedule(options);
+        TrainOptions o;
+        o.pp = 4, o.pipeline = name;
+        CHECK(n_pipeline_stages(o) == table.n_stages);
+        CHECK(is_asynchronous_pipeline(name) == table.asynchronous);
+        CHECK(std::ranges::count(kSynchronous, name) == (table.asynchronous ? 0 : 1));
+    }
+}
 
 TEST_CASE("every synchronous schedule has the bits of one process", "[program][ranks][pipeline]") {
     struct Case {
