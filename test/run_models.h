@@ -3,6 +3,7 @@
 
 #include "program.h"
 
+#include <set>
 #include <sstream>
 
 // odd-llama, odd-gpt2   no number of ranks divides the vocabulary, the width or the number of parameters
@@ -64,6 +65,11 @@ inline std::string model_file(const std::string& name) {
     if (!std::filesystem::exists(path)) spit(path, model_json(name));
     return path;
 }
+
+// The attentions, and the feed-forwards, of presets that none of these config.json has: a new one belongs to the models
+// of the runs whose test asks. (test_model.cu)
+std::set<std::string> attentions_without_model(const std::vector<std::string>& files);
+std::set<std::string> feed_forwards_without_model(const std::vector<std::string>& files);
 
 // With --pp, a line a rank: the bytes of activations in flight, the messages and their bytes, planned and as they were.
 inline void check_pipeline_traffic(const std::string& out) {

@@ -290,6 +290,15 @@ TEST_CASE("every optimizer is among the values that are combined", "[composition
     }
 }
 
+TEST_CASE("every attention and feed-forward is among the values that are combined", "[composition]") {
+    std::vector<std::string> files;
+    for (const auto& axis : axes())
+        for (const Value& value : axis.values)
+            if (value.flags.starts_with("--model ")) files.push_back(model_file(value.flags.substr(8)));
+    CHECK(attentions_without_model(files) == std::set<std::string>{});
+    CHECK(feed_forwards_without_model(files) == std::set<std::string>{});
+}
+
 TEST_CASE("what does not go together is refused at the start, by both names", "[program][ranks][composition]") {
     const TempFolder folder;
     const Pairs pairs;

@@ -425,6 +425,13 @@ const std::string kUlysses = "--cp-mode ulysses ";
 
 }  // namespace
 
+TEST_CASE("every attention is in a model whose sequences ranks divide", "[context]") {
+    Runs runs;
+    std::vector<std::string> files;
+    for (const std::string& name : kModels) files.push_back(runs.model(name));
+    CHECK(attentions_without_model(files) == std::set<std::string>{});
+}
+
 TEST_CASE("20 steps on 2, 3 and 4 ranks of --cp are those of one", "[program][ranks][context_parallel]") {
     // Each model in both modes; each number of ranks; and what else divides the work, once at least.
     const std::map<std::string, std::vector<std::string>> quick = {

@@ -88,15 +88,10 @@ TEST_CASE("gradients of parameters are written where they do not accumulate", "[
 }
 
 TEST_CASE("the first micro-batch writes every gradient of a model", "[model]") {
-    Config llama;
-    llama.V = 70, llama.L = 2, llama.C = 36, llama.H = 4, llama.K = 2, llama.D = 10, llama.F = 44, llama.T_max = 20;
-    Config tied = llama, gpt2 = llama, latent = llama, factorized = llama;
-    tied.tied = tied.qk_norm = tied.qkv_bias = true;
-    gpt2.family = Family::gpt2, gpt2.feed_forward = "gelu", gpt2.K = 4, gpt2.tied = true;
-    latent.attention = "mla", latent.K = 4, latent.D = 12, latent.D_v = 8, latent.D_rope = 4, latent.kv_rank = 10;
-    latent.q_rank = 14;
-    factorized.attention = "mfa", factorized.K = 1, factorized.q_rank = 14, factorized.D = 8;
-    for (const Config& config : {llama, tied, gpt2, latent, factorized})
+    std::vector<Config> configs = small_models();
+    configs.push_back(small_qwen3());
+    configs.back().tied = configs.back().qkv_bias = true;
+    for (const Config& config : configs)
         for (const Precision& precision : {Precision{}, Precision{DType::bf16, DType::bf16, true}}) {
             INFO(config.attention << ", " << config.feed_forward << (config.tied ? ", tied, " : ", ")
                                   << dtype_name(precision.dtype));

@@ -17,6 +17,13 @@ const std::vector<std::string>& model_names() {
 
 }  // namespace
 
+TEST_CASE("every attention and feed-forward is in a model that ranks divide", "[tensor_parallel]") {
+    std::vector<std::string> files;
+    for (const std::string& name : model_names()) files.push_back(model_file(name));
+    CHECK(attentions_without_model(files) == std::set<std::string>{});
+    CHECK(feed_forwards_without_model(files) == std::set<std::string>{});
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // The parts
 
