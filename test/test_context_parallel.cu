@@ -425,7 +425,7 @@ const std::string kUlysses = "--cp-mode ulysses ";
 
 }  // namespace
 
-TEST_CASE("every attention is in a model whose sequences ranks divide", "[context]") {
+TEST_CASE("every attention is in a model whose sequences ranks divide", "[context_parallel]") {
     Runs runs;
     std::vector<std::string> files;
     for (const std::string& name : kModels) files.push_back(runs.model(name));
