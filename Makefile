@@ -598,8 +598,8 @@ FORMATTED    := $(filter-out io/font.h io/unicode_tables.h test/test_cpu_rewrite
     $(patsubst ./%,%,$(wildcard $(foreach folder,$(FOLDERS) cpu test dev,$(addprefix $(folder)/*.,cu cuh h cpp)))))
 format:
 	@$(CLANG_FORMAT) -i $(FORMATTED)
-# clang-format leaves comments as they are: their length is checked here.
-format-check:
+# clang-format leaves comments as they are: their length is checked here. (With `make format format-check` once it has written.)
+format-check: | $(filter format,$(MAKECMDGOALS))
 	@$(CLANG_FORMAT) --dry-run --Werror $(FORMATTED)
 	@! LC_ALL=C.UTF-8 grep -nE '^.{121}' $(FORMATTED) | cut -c1-100 | sed 's/$$/... is longer than 120 columns/' | grep .
 # What can be said of the sources without compiling them: who includes whom, and how long functions are.
