@@ -29,7 +29,7 @@
 
 constexpr size_t kMaxHeaderBytes = 64 << 10;
 constexpr size_t kMaxChunkLine = 1000;
-constexpr int kMaxConnections = 500;   // more wait in the system's queue; the library's select() ends at 1024 files
+constexpr int kMaxConnections = 500;   // more wait in the system's queue; often a process may have 1024 files
 constexpr double kLookSeconds = 0.25;  // in which an idle connection looks whether the server is ending
 
 inline bool client_is_gone(int fd) {
@@ -160,18 +160,16 @@ class Connection final : public httplib::Stream {
 inline thread_local Connection* Connection::current_ = nullptr;
 
 // A thread for each connection, as long as there are fewer than kMaxConnections.
-class ConnectionThreads final : public httplib::TaskQueue {
+class ConnectionThreads {
   public:
-    using Result = decltype(std::declval<httplib::TaskQueue&>().enqueue(nullptr));  // void, or bool
-    Result enqueue(std::function<void()> serve_connection) override {
+    void serve(const std::function<void()>& serve_connection) {
         std::unique_lock lock(mutex_);
         changed_.wait(lock, [&] { return n_ < kMaxConnections; });
         // Where the system has no memory or number for one more thread, the connection waits until another has ended.
         while (!start(serve_connection)) changed_.wait_for(lock, std::chrono::milliseconds(100));
         ++n_;
-        return Result(true);
     }
-    void shutdown() override {
+    void wait() {
         std::unique_lock lock(mutex_);
         changed_.wait(lock, [&] { return n_ == 0; });
     }

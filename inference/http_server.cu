@@ -9,6 +9,8 @@
 
 #include "inference/http_connection.h"
 
+#include <fcntl.h>
+
 #include <algorithm>
 #include <cctype>
 
@@ -74,7 +76,6 @@ class Listener : public httplib::Server {
   public:
     Listener(const ServerOptions& options, std::vector<Route> routes, std::function<void(int)> status_sent)
         : options_(options), routes_(std::move(routes)), status_sent_(std::move(status_sent)) {
-        new_task_queue = [] { return new ConnectionThreads; };
         set_tcp_nodelay(true);
         // Without the library's SO_REUSEPORT, with which two servers on one port would each get half of the requests.
         set_socket_options([](int fd) {
@@ -136,17 +137,35 @@ class Listener : public httplib::Server {
         return port;
     }
     void start() {
-        thread_ = std::thread([this] { listen_after_bind(); });
+        thread_ = std::thread([this] { accept_connections(); });
     }
     void end() {
         if (!thread_.joinable()) return;
         ending_ = true;
-        stop();
+        ::shutdown(svr_sock_, SHUT_RDWR);  // ends the wait for a connection
         thread_.join();
     }
     int64_t n_unanswered() const { return n_unanswered_; }
 
   private:
+    // The library's own loop closes its socket where accept() fails, also for a reason that passes: no memory, no file
+    // descriptor in the whole system, an error of the connection's network. Then clients would be refused for ever.
+    void accept_connections() {
+        const int listening = svr_sock_;
+        ::fcntl(listening, F_SETFL, O_NONBLOCK);  // a client may leave between poll() and accept()
+        ConnectionThreads threads;
+        while (!ending_) {
+            pollfd p{listening, POLLIN, 0};
+            ::poll(&p, 1, static_cast<int>(1000 * kLookSeconds));
+            const int fd = ::accept4(listening, nullptr, nullptr, SOCK_CLOEXEC);
+            if (fd >= 0) threads.serve([this, fd] { process_and_close_socket(fd); });
+            else std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
+        svr_sock_ = INVALID_SOCKET;  // tells the library that the server is ending
+        ::close(listening);
+        threads.wait();
+    }
+
     static void write_error(httplib::Response& response, const HttpError& error) {
         response.status = error.status;
         response.body = error_json(error);

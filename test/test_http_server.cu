@@ -1,0 +1,70 @@
+// inference/http_server.cu without a model: the connections of a server whose system refuses some of them.
+#include "inference/server.h"
+#include "test.h"
+
+#include <arpa/inet.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+
+namespace {
+
+std::atomic<int> next_error = 0;  // of the next accept()
+
+int accept_or_fail(int fd, sockaddr* address, socklen_t* bytes, int flags) {
+    if (const int error = next_error.exchange(0)) return errno = error, -1;
+    return static_cast<int>(::syscall(SYS_accept4, fd, address, bytes, flags));
+}
+
+std::string answer_of(int port) {
+    const int fd = ::socket(AF_INET, SOCK_STREAM, 0);
+    sockaddr_in address{};
+    address.sin_family = AF_INET, address.sin_port = htons(static_cast<uint16_t>(port));
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    const timeval limit{20, 0};
+    ::setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
+    std::string came;
+    if (::connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0) {
+        const std::string_view request = "GET /health HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n";
+        char buffer[4096];
+        ssize_t n = ::send(fd, request.data(), request.size(), MSG_NOSIGNAL);
+        while (n > 0 && (n = ::recv(fd, buffer, sizeof buffer, 0)) > 0) came.append(buffer, static_cast<size_t>(n));
+    }
+    ::close(fd);
+    return came;
+}
+
+}  // namespace
+
+// In the place of the C library's, also for libraries.
+extern "C" int accept(int fd, sockaddr* address, socklen_t* bytes) { return accept_or_fail(fd, address, bytes, 0); }
+extern "C" int accept4(int fd, sockaddr* address, socklen_t* bytes, int flags) {
+    return accept_or_fail(fd, address, bytes, flags);
+}
+
+TEST_CASE("a server goes on where the system could not give it one connection", "[server]") {
+    ServerOptions options;
+    options.port = 0;
+    std::unique_ptr<HttpServer> server;
+    try {
+        server = std::make_unique<HttpServer>(options,
+                                              std::vector<Route>{{"GET", "/health",
+                                                                  [](const HttpRequest&) {
+                                                                      return HttpReply{"text/plain", "well"};
+                                                                  }}},
+                                              [](int) {});
+    } catch (const Error& error) {
+        if (std::string_view(error.what()).find("without cpp-httplib") == std::string_view::npos) throw;
+        SKIP_TEST("built without cpp-httplib");
+    }
+    server->start();
+    for (const int error : {0, ENFILE, ENOMEM, ECONNABORTED, ENETDOWN, EMFILE, EINTR}) {
+        INFO("accept() fails with " << error);
+        next_error = error;
+        CHECK(answer_of(server->port()).ends_with("\r\n\r\nwell"));
+        CHECK(next_error == 0);
+    }
+}
