@@ -232,7 +232,7 @@ class Listener : public httplib::Server {
         } catch (const Error& error) {
             write_error(response, HttpError(400, error.what()));
         } catch (const std::exception& error) {
-            write_error(response, HttpError(500, error.what()));
+            write_error(response, HttpError(500, ::reason_of(error)));
         }
     }
     void answer(const Route& route, const httplib::Request& request, httplib::Response& response,

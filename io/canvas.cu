@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <new>
 
 #include "io/font.h"
 #include "io/io.h"
@@ -18,6 +19,7 @@
 #pragma GCC diagnostic ignored "-Wunused-function"
 #define STB_IMAGE_WRITE_IMPLEMENTATION
 #define STB_IMAGE_WRITE_STATIC
+#define STBIW_ASSERT(x) ((x) ? void() : throw std::bad_alloc())  // what it asserts is that realloc() gave memory
 #include <stb/stb_image_write.h>
 #pragma GCC diagnostic pop
 

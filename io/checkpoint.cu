@@ -86,7 +86,7 @@ std::string CheckpointWriter::commit(int keep, int64_t best) {
             if (error) left = concat("cannot remove ", folder, ": ", error.message());
         }
     } catch (const std::exception& fault) {  // this one is there, and so are the older ones
-        left = fault.what();
+        left = reason_of(fault);
     }
     return left;
 }

@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <cerrno>
+#include <new>
 
 namespace {
 
@@ -19,7 +20,7 @@ int accept_or_fail(int fd, sockaddr* address, socklen_t* bytes, int flags) {
     return static_cast<int>(::syscall(SYS_accept4, fd, address, bytes, flags));
 }
 
-std::string answer_of(int port) {
+std::string answer_of(int port, const std::string& path) {
     const int fd = ::socket(AF_INET, SOCK_STREAM, 0);
     sockaddr_in address{};
     address.sin_family = AF_INET, address.sin_port = htons(static_cast<uint16_t>(port));
@@ -28,7 +29,7 @@ std::string answer_of(int port) {
     ::setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
     std::string came;
     if (::connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0) {
-        const std::string_view request = "GET /health HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n";
+        const std::string request = "GET " + path + " HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n";
         char buffer[4096];
         ssize_t n = ::send(fd, request.data(), request.size(), MSG_NOSIGNAL);
         while (n > 0 && (n = ::recv(fd, buffer, sizeof buffer, 0)) > 0) came.append(buffer, static_cast<size_t>(n));
@@ -46,16 +47,17 @@ extern "C" int accept4(int fd, sockaddr* address, socklen_t* bytes, int flags) {
 }
 
 TEST_CASE("a server goes on where the system could not give it one connection", "[server]") {
+    const std::vector<Route> routes = {
+        {"GET", "/health",
+         [](const HttpRequest&) {
+             return HttpReply{"text/plain", "well"};
+         }},
+        {"GET", "/memory", [](const HttpRequest&) -> HttpReply { throw std::bad_alloc(); }}};
     ServerOptions options;
     options.port = 0;
     std::unique_ptr<HttpServer> server;
     try {
-        server = std::make_unique<HttpServer>(options,
-                                              std::vector<Route>{{"GET", "/health",
-                                                                  [](const HttpRequest&) {
-                                                                      return HttpReply{"text/plain", "well"};
-                                                                  }}},
-                                              [](int) {});
+        server = std::make_unique<HttpServer>(options, routes, [](int) {});
     } catch (const Error& error) {
         if (std::string_view(error.what()).find("without cpp-httplib") == std::string_view::npos) throw;
         SKIP_TEST("built without cpp-httplib");
@@ -64,7 +66,10 @@ TEST_CASE("a server goes on where the system could not give it one connection", 
     for (const int error : {0, ENFILE, ENOMEM, ECONNABORTED, ENETDOWN, EMFILE, EINTR}) {
         INFO("accept() fails with " << error);
         next_error = error;
-        CHECK(answer_of(server->port()).ends_with("\r\n\r\nwell"));
+        CHECK(answer_of(server->port(), "/health").ends_with("\r\n\r\nwell"));
         CHECK(next_error == 0);
     }
+    const std::string answer = answer_of(server->port(), "/memory");
+    CHECK(answer.starts_with("HTTP/1.1 500 "));
+    CHECK(answer.find("the host has too little memory") != std::string::npos);
 }

@@ -329,7 +329,7 @@ std::string write_checkpoint(Trainer& t, int64_t step) {
         try {
             write();
         } catch (const std::exception& error) {  // also one of std::filesystem
-            if (fault.empty()) fault = error.what();
+            if (fault.empty()) fault = reason_of(error);
         }
     };
     const bool first = t.world.rank == 0;

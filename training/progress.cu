@@ -196,9 +196,9 @@ void draw_loss(const std::string& out) {
         plot.series = {train};
         if (!val.x.empty()) plot.series.push_back(val);
         write_png(out + "/loss.png", plot);
-    } catch (const Error& error) {  // a full disk, or a log that was moved away, is not a reason to end the run
+    } catch (const std::exception& error) {  // a full disk, or a log that was moved away, is no reason to end the run
         end_progress_line();
-        std::fprintf(stderr, "train_gpt: %s. The run goes on without a new plot\n", error.what());
+        std::fprintf(stderr, "train_gpt: %s. The run goes on without a new plot\n", reason_of(error));
     }
 }
 

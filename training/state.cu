@@ -104,7 +104,7 @@ std::string fault_of(const std::string& folder) {
         check(has_weights && has_states, folder, " holds no ", has_weights ? "optimizer" : "model", ".safetensors");
         return "";
     } catch (const std::exception& error) {
-        return error.what();
+        return reason_of(error);
     }
 }
 
@@ -205,7 +205,7 @@ std::string readable_checkpoint(const std::string& run) {
             check_texts(folder);
             return folder;
         } catch (const std::exception& error) {
-            if (first_error.empty()) first_error = error.what();
+            if (first_error.empty()) first_error = reason_of(error);
         }
     }
     fail(first_error);
