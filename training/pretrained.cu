@@ -13,6 +13,7 @@
 //
 // A model whose tokens change, by another --tokenizer or to bytes, loses the ids and settings of those it had.
 #include "io/json.h"
+#include "io/list_folder.h"
 #include "training/training.h"
 
 #include <algorithm>
@@ -111,11 +112,9 @@ void copy_tokenizer(ModelFiles& model, const std::string& folder) {
     for (const char* name : kTokenizerFiles) copy_file(model, folder, name);
     const std::string templates = concat(folder, "/", kTemplateFolder);
     if (!is_folder(templates)) return;
-    std::error_code error;
-    for (const auto& entry : fs::directory_iterator(templates, error))
-        if (entry.path().extension() == ".jinja")
-            copy_file(model, folder, concat(kTemplateFolder, "/", entry.path().filename().string()));
-    check(!error, "cannot read folder ", templates, ": ", error.message());
+    for (const fs::path& path : list_folder(templates))
+        if (path.extension() == ".jinja")
+            copy_file(model, folder, concat(kTemplateFolder, "/", path.filename().string()));
 }
 
 }  // namespace
