@@ -137,7 +137,11 @@ class Listener : public httplib::Server {
         return port;
     }
     void start() {
-        thread_ = std::thread([this] { accept_connections(); });
+        try {
+            thread_ = std::thread([this] { accept_connections(); });
+        } catch (const std::system_error& error) {
+            fail("cannot start a thread for clients: ", error.what(), "; allow more processes (ulimit -u)");
+        }
     }
     void end() {
         if (!thread_.joinable()) return;
