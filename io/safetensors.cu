@@ -253,13 +253,13 @@ SafetensorsReader::SafetensorsReader(const std::string& file_or_folder) : path_(
     std::string path = file_or_folder;
     std::error_code ignored;
     if (fs::is_directory(path, ignored)) {
-        const fs::path whole = fs::path(path) / "model.safetensors";
-        const fs::path index = fs::path(path) / "model.safetensors.index.json";
+        const std::string whole = fs::path(path) / "model.safetensors";
+        const std::string index = fs::path(path) / "model.safetensors.index.json";
         const bool old = fs::exists(fs::path(path) / "pytorch_model.bin", ignored);
-        check(fs::exists(whole, ignored) || fs::exists(index, ignored), path,
+        check(is_there(whole) || is_there(index), path,
               ": neither model.safetensors nor model.safetensors.index.json is in this folder",
               old ? "; save its pytorch_model.bin again with save_pretrained(..., safe_serialization=True)" : "");
-        path = fs::exists(whole, ignored) ? whole : index;
+        path = is_there(whole) ? whole : index;
     }
     if (path.ends_with(".json")) {
         add_shards(path);
@@ -279,12 +279,10 @@ void SafetensorsReader::add_shards(const std::string& index_path) {
     const std::map<std::string, std::string> shard_of = parse_safetensors_index(read_text_file(index_path), index_path);
     const std::filesystem::path folder = std::filesystem::path(index_path).parent_path();
     std::map<std::string, SafetensorsView> shards;
-    std::error_code ignored;
     for (const auto& [name, file] : shard_of) {
         const std::string shard_path = folder / file;
         if (!shards.count(file)) {
-            check(std::filesystem::exists(shard_path, ignored), index_path, ": its shard ", shard_path,
-                  " is missing; fetch it");
+            check(is_there(shard_path), index_path, ": its shard ", shard_path, " is missing; fetch it");
             shards[file] = map_file(shard_path);
             metadata_.insert(shards[file].metadata.begin(), shards[file].metadata.end());
         }

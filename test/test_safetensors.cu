@@ -230,6 +230,16 @@ TEST_CASE("folders: one file, shards with an index, and what can be wrong with t
         CHECK_FALSE(reader.has("hidden"));
         CHECK(reader.metadata().at("format") == "pt");
     }
+    // In a cache a shard is a link, and what it leads to may be out of reach: it is not missing.
+    const std::string linked = folder / "linked";
+    std::filesystem::create_directory(linked);
+    const auto link_error = [&](const std::string& name) {
+        std::filesystem::create_symlink(name, linked + "/" + name);  // leads to itself
+        return error_of([&] { SafetensorsReader r(linked); });
+    };
+    std::filesystem::copy(index, linked);
+    CHECK(one_line_with(link_error("m-1.safetensors"), "cannot open ", "m-1.safetensors: Too many levels of symbolic"));
+    CHECK(one_line_with(link_error("model.safetensors"), "cannot open ", "model.safetensors: Too many levels of sym"));
     const std::string cut = slurp(folder / "m-2.safetensors");
     spit(folder / "m-2.safetensors", cut.substr(0, cut.size() - 1));
     CHECK(one_line_with(error(), "m-2.safetensors: ", "not complete"));
