@@ -287,6 +287,29 @@ TEST_CASE("TensorBoard: what a full disk has taken of a row is not written again
     CHECK(events_of(path).size() == n + 5);
 }
 
+TEST_CASE("a new run whose logs cannot begin leaves none of them, a resumed one keeps its rows") {
+    const auto fault_with_one_file_more = [](const std::string& out, int64_t resume_step) {  // log.csv, and no events
+        rlimit before;
+        ::getrlimit(RLIMIT_NOFILE, &before);
+        const int lowest_free = ::dup(STDERR_FILENO);
+        ::close(lowest_free);
+        const rlimit limit{static_cast<rlim_t>(lowest_free) + 1, before.rlim_max};
+        ::setrlimit(RLIMIT_NOFILE, &limit);
+        const std::string fault = error_of([&] { RunLog log(out, resume_step); });
+        ::setrlimit(RLIMIT_NOFILE, &before);
+        return fault;
+    };
+    TempFolder folder;
+    CHECK(one_line_with(fault_with_one_file_more(folder.path, -1), folder.path, "Too many open files"));
+    CHECK(folder.listing() == "");
+    {
+        CsvLog log(folder / "log.csv", -1);
+        log.write(row_of(1, 2.5));
+    }
+    CHECK(one_line_with(fault_with_one_file_more(folder.path, 1), folder.path, "Too many open files"));
+    CHECK(read_csv_log(folder / "log.csv").size() == 1);
+}
+
 TEST_CASE("numbers as people read them") {
     CHECK(human_count(0) == "0");
     CHECK(human_count(999) == "999");

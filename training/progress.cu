@@ -58,8 +58,12 @@ LogRow make_row(const Trainer& t, int64_t step, const StepResult& result, double
     return row;
 }
 
-RunLog::RunLog(const std::string& out, int64_t resume_step)
-    : csv_(out + "/log.csv", resume_step), tensorboard_(out, resume_step) {}
+// A new run that cannot begin its logs, as on a full disk, leaves none: the same command is to work again.
+RunLog::RunLog(const std::string& out, int64_t resume_step) try
+    : csv_(out + "/log.csv", resume_step), tensorboard_(out, resume_step) {
+} catch (const Error&) {
+    if (resume_step < 0) ::unlink((out + "/log.csv").c_str());
+}
 
 void RunLog::write_waiting() {
     for (; !csv_waits_.empty(); csv_waits_.pop_front()) csv_.write(csv_waits_.front());
