@@ -98,9 +98,12 @@ class Connection final : public httplib::Stream {
     }
     ssize_t write(const char* from, size_t n) override {
         has_written_ = true;
-        if (!wait(POLLOUT, timeout_)) return -1;
+        // The library writes the body also where the headers could not be written.
+        if (write_failed_ || !wait(POLLOUT, timeout_)) return write_failed_ = true, -1;
         const ssize_t sent = ::send(fd_, from, n, MSG_NOSIGNAL | MSG_DONTWAIT);
-        return sent < 0 && (errno == EAGAIN || errno == EINTR) ? 0 : sent;
+        if (sent < 0 && (errno == EAGAIN || errno == EINTR)) return 0;
+        write_failed_ = sent < 0;
+        return sent;
     }
 
   private:
@@ -148,7 +151,7 @@ class Connection final : public httplib::Stream {
     char buffer_[16 << 10];
     size_t first_ = 0, last_ = 0;  // what of the buffer is not yet handed on
     size_t header_bytes_ = 0;
-    bool in_headers_ = false, has_written_ = false, ends_ = false;
+    bool in_headers_ = false, has_written_ = false, write_failed_ = false, ends_ = false;
     char before_ = '\0';  // the last byte of a line
     // Of a body in chunks: the bytes of a chunk that are still to come, or else what has come of the line with the
     // length of the next, or of the empty line after one.
