@@ -325,10 +325,12 @@ RunState state_after(const Trainer& t, int64_t step) {
 // its part, all of them go on to the end of the collectives that collect the others' parts.
 std::string write_checkpoint(Trainer& t, int64_t step) {
     std::string fault;
-    const auto attempt = [&](const std::function<void()>& write) {
+    const auto attempt = [&](const std::function<void()>& write, bool together = false) {
         try {
             write();
         } catch (const std::exception& error) {  // also one of std::filesystem
+            // A rank that leaves a collective for lack of memory ends the run: the others would wait for it there.
+            if (together && t.world.size > 1 && !dynamic_cast<const Error*>(&error)) throw;
             if (fault.empty()) fault = reason_of(error);
         }
     };
@@ -337,7 +339,7 @@ std::string write_checkpoint(Trainer& t, int64_t step) {
     if (first) attempt([&] { writer.emplace(t.options.out, step); });
     const std::string folder = broadcast_text(t.world, writer ? writer->folder() : "");
     if (folder.empty()) return fault;
-    attempt([&] { save_model(t.model, folder, t.model_files.token_ids); });
+    attempt([&] { save_model(t.model, folder, t.model_files.token_ids); }, true);
     const StateFile file = state_file_of(t);
     attempt([&] {
         if (file.writes) write_states(t, folder + "/" + state_file(file.index, file.n));
