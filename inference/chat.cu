@@ -5,8 +5,10 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <csignal>
 #include <cstdio>
+#include <cstring>
 
 namespace {
 
@@ -42,7 +44,9 @@ bool read_line(std::string& line) {
             continue;
         }
         const ssize_t n = ::read(STDIN_FILENO, &c, 1);
-        if (n <= 0) return n == 0 && !line.empty();
+        if (n < 0 && errno == EINTR) continue;
+        check(n >= 0, "standard input cannot be read: ", std::strerror(errno));
+        if (n == 0) return !line.empty();
         if (c == '\n') return true;
         line += c;
     }

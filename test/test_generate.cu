@@ -312,6 +312,10 @@ TEST_CASE("generate holds a conversation, plans, and tells a perplexity", "[gene
     const Outcome chat = generate("--chat --tokens 8 --temperature 0", "cat " + (folder / "said") + " | ");
     CHECK(chat.status == 0);
     CHECK(!chat.out.empty());
+    // What cannot be read to its end, as a folder, is not taken for an end.
+    const Outcome unread = generate("--chat --tokens 8 < " + folder.path);
+    CHECK(unread.status == 2);
+    CHECK(unread.err == "generate: standard input cannot be read: Is a directory\n");
     // A message that is too long by itself costs nothing of the conversation, nor does an empty line.
     spit(folder / "long", "Hello\r\n\n" + std::string(3000, 'x') + "\nHow are you?\n");
     std::string kept = generate("--chat --tokens 8 --temperature 0", "cat " + (folder / "long") + " | ").out;
