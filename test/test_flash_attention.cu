@@ -337,6 +337,27 @@ TEST_CASE("flash attention with extreme scores", "[flash]") {
         }
 }
 
+// Where scores are beyond 1e9, two sums of the same products differ by hundreds, and so may a score of the backward and
+// lse. e^(score - lse) is then infinite, in all tiers: the run ends with a message, where finite numbers would change
+// the weights.
+TEST_CASE("flash attention backward is infinite or NaN where scores are far above lse", "[flash]") {
+    for (DType dtype : kFloatDTypes)
+        for (FlashTier tier : tiers_of(dtype))
+            for (double above : {95.0, 1000.0, 1e10}) {
+                const Case c{1, 3, 1, 1, 8, 8, true, 0, {}, 1};
+                Flash flash(c, dtype, random_inputs(c, dtype, 33));
+                flash.options.tier = tier;
+                flash.forward();
+                std::vector<double> lse = flash.lse.values();
+                for (double& x : lse) x -= above;
+                flash.lse.set(lse);
+                flash.backward();
+                INFO(dtype_name(dtype) << ", tier " << static_cast<int>(tier) << ", " << above << " above lse");
+                CHECK(!std::isfinite(flash.dqkv.v()[0]));
+                CHECK(!std::isfinite(flash.dqkv.k()[0]));
+            }
+}
+
 // Every third key has a score of -infinity, q[0] k[0] = -1e40, and no weight. Query 0 sees no other key: it has
 // out = 0, as in PyTorch.
 TEST_CASE("flash attention gives scores of -infinity no weight", "[flash][hopper]") {

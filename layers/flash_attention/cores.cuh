@@ -301,9 +301,9 @@ __device__ __forceinline__ bool needs_mask(const View& view, int s0, int n) {
     return view.needs_mask(s0, n) || n % (T::kMScores * T::kThreadsX) != 0;
 }
 
-// 2^n for a whole n <= 127, as a float whose exponent is n; 0 below 2^-126.
+// 2^n for a whole n, as a float whose exponent is n: 0 below 2^-126, infinity above 2^127.
 __device__ __forceinline__ float power_of_two(float n) {
-    return __int_as_float((static_cast<int>(n > -127.0f ? n : -127.0f) + 127) << 23);
+    return __int_as_float((static_cast<int>(n > -127.0f ? (n < 128.0f ? n : 128.0f) : -127.0f) + 127) << 23);
 }
 // 2^(x - m) for a whole m: x = n + f with n whole, |f| <= 1/2 and nothing rounded; then 2^f, times 2^(n - m), which is
 // exact too. So 2^(x - m1) * 2^(m1 - m2) = 2^(x - m2) to the bit: it does not matter when a sum learns of a new
