@@ -18,8 +18,8 @@
 #include <deque>
 #include <map>
 #include <mutex>
-#include <set>
 #include <utility>
+#include <vector>
 
 namespace cuda_cpu {
 
@@ -46,9 +46,38 @@ struct Guarded {
     std::string name() const { return "an allocation of " + std::to_string(user_bytes) + " bytes of " + kind; }
 };
 
+// Where an allocation has canaries. They are compared after every block and kernel: with a walk through `live` that was
+// half of strict mode's time.
+struct Canaries {
+    uintptr_t before, user;  // one end of those in front of it, the other
+    uintptr_t last;          // kAlignment bytes: the allocation's last ones and the gap, if there is one
+    uint64_t gap[2]{};       // all bits of the gap's bytes
+    const Guarded* of;
+    explicit Canaries(const Guarded& g)
+        : before(std::max(g.first(), g.user - kBytesBefore)), user(g.user), last(g.end() - kAlignment), of(&g) {
+        const size_t n = g.end() - (g.user + g.user_bytes);
+        std::memset(reinterpret_cast<char*>(gap) + kAlignment - n, kCanary, n);
+    }
+    bool start_intact() const {
+        uint64_t all = ~uint64_t{0};
+        for (uintptr_t at = before; at < user; at += sizeof all) all &= word(at);
+        return all == ~uint64_t{0};
+    }
+    bool has_gap() const { return gap[1] != 0; }
+    bool end_intact() const { return !has_gap() || ((~word(last) & gap[0]) | (~word(last + 8) & gap[1])) == 0; }
+
+  private:
+    static uint64_t word(uintptr_t address) {
+        uint64_t bytes;
+        std::memcpy(&bytes, reinterpret_cast<const void*>(address), sizeof bytes);
+        return bytes;
+    }
+};
+
 std::mutex mutex;
 std::map<uintptr_t, Guarded> live;  // by the first byte of the mapping
-std::set<const Guarded*> with_gap;  // those of them whose end is not on the guard page
+std::vector<Canaries> canaries;     // theirs
+std::vector<Canaries> with_gap;     // of those whose end is not on the guard page
 std::deque<Guarded> freed;
 std::atomic<uint64_t> random_state{0};
 
@@ -110,18 +139,12 @@ bool start_strict_mode() {
 // ---------------------------------------------------------------------------------------------------------------------
 // Canaries
 
-// At most kBytesBefore bytes. These checks come after every block and kernel: `who` is not asked before it is needed.
-bool intact(uintptr_t from, uintptr_t to) {
-    static const std::string canaries(kBytesBefore, static_cast<char>(kCanary));
-    return std::memcmp(reinterpret_cast<const void*>(from), canaries.data(), to - from) == 0;
+// `who` is not asked before it is needed.
+void check_end(const Canaries& c, const std::function<std::string()>& who) {
+    if (!c.end_intact()) report("memory fault: " + who() + " wrote past the end of " + c.of->name());
 }
-void check_end(const Guarded& g, const std::function<std::string()>& who) {
-    if (!intact(g.user + g.user_bytes, g.end()))
-        report("memory fault: " + who() + " wrote past the end of " + g.name());
-}
-void check_start(const Guarded& g, const std::function<std::string()>& who) {
-    if (!intact(std::max(g.first(), g.user - kBytesBefore), g.user))
-        report("memory fault: " + who() + " wrote before the start of " + g.name());
+void check_start(const Canaries& c, const std::function<std::string()>& who) {
+    if (!c.start_intact()) report("memory fault: " + who() + " wrote before the start of " + c.of->name());
 }
 
 Guarded& find_live(void* pointer) { return std::prev(live.upper_bound(reinterpret_cast<uintptr_t>(pointer)))->second; }
@@ -157,13 +180,13 @@ FaultReports::~FaultReports() {
 
 void check_end_canaries(const std::function<std::string()>& who) {
     const std::lock_guard lock(mutex);
-    for (const Guarded* g : with_gap) check_end(*g, who);
+    for (const Canaries& its : with_gap) check_end(its, who);
 }
 void check_all_canaries(const std::function<std::string()>& who) {
     const std::lock_guard lock(mutex);
-    for (const auto& [map, g] : live) {
-        check_end(g, who);
-        check_start(g, who);
+    for (const Canaries& its : canaries) {
+        check_end(its, who);
+        check_start(its, who);
     }
 }
 
@@ -186,7 +209,8 @@ void* guarded_allocate(size_t bytes, const char* kind) {
     mprotect(reinterpret_cast<void*>(g.end()), page_bytes(), PROT_NONE);
     const std::lock_guard lock(mutex);
     const Guarded& lives = live[g.map] = g;
-    if (rounded != bytes) with_gap.insert(&lives);
+    canaries.emplace_back(lives);
+    if (canaries.back().has_gap()) with_gap.push_back(canaries.back());
     return reinterpret_cast<void*>(g.user);
 }
 
@@ -201,11 +225,12 @@ void guarded_free(void* pointer) {
     const std::lock_guard lock(mutex);
     const Guarded &lives = find_live(pointer), g = lives;
     const auto who = [] { return std::string("some code, perhaps of the host,"); };
-    check_end(g, who);
-    check_start(g, who);
+    check_end(Canaries(lives), who);
+    check_start(Canaries(lives), who);
     madvise(reinterpret_cast<void*>(g.map), g.map_bytes, MADV_DONTNEED);
     mprotect(reinterpret_cast<void*>(g.map), g.map_bytes, PROT_NONE);
-    with_gap.erase(&lives);
+    for (std::vector<Canaries>* all : {&canaries, &with_gap})
+        std::erase_if(*all, [&](const Canaries& its) { return its.of == &lives; });
     live.erase(g.map);
     freed.push_back(g);
     if (freed.size() <= kFreedRanges) return;
