@@ -127,7 +127,7 @@ uint8_t* marks_of_line(uintptr_t number) {
     if (!page) page = std::make_unique<Marks>();
     return line.marks = page->of + address % kPage;
 }
-void set_marks(uintptr_t address, size_t bytes, uint8_t what) {
+[[gnu::noinline]] void set_marks(uintptr_t address, size_t bytes, uint8_t what) {
     for (const uintptr_t end = address + bytes; address < end;) {
         const uintptr_t first = address % kLine, n = std::min(kLine - first, end - address);
         if (uint8_t* marks = marks_of_line(address / kLine))
@@ -135,7 +135,10 @@ void set_marks(uintptr_t address, size_t bytes, uint8_t what) {
         address += n;
     }
 }
-void mark(uintptr_t address, size_t bytes, uint8_t what) {
+inline void mark(uintptr_t address, size_t bytes, uint8_t what) {
+    // Ordinary memory, as of most loads and stores, has no marks.
+    const FoundLine& line = found_lines[address / kLine % found_lines.size()];
+    if (line.number == address / kLine && !line.marks && address % kLine + bytes <= kLine) return;
     if (!in_kernel()) return;
     const bool is_early = early.on && early.block != blocks_begun();
     set_marks(address, bytes, is_early ? what | what * (kReadEarly / kRead) : what);

@@ -121,7 +121,8 @@ TEST_CASE("a cache of no given size is for all sequences, or takes the memory th
 }
 
 // In 16 bits, too: nothing in a row's numbers depends on other rows, chunks, pages or preemptions.
-TEST_CASE("a sampled answer is the same alone and among others", "[inference][engine][counted]") {
+TEST_CASE("a sampled answer is the same alone and among others", "[inference][engine]") {
+    int64_t turn = 0;
     for (const Config& config : {small_gpt2(), small_qwen3(), small_mla(16)}) {
         const ModelWithMemory m(config, config.T_max, DType::bf16);
         const auto run = [&](const EngineOptions& options, int64_t only) {
@@ -137,9 +138,25 @@ TEST_CASE("a sampled answer is the same alone and among others", "[inference][en
         CHECK(together == crowded);
         tight.lookup = 4;  // the draft of one beside the first tokens of another
         CHECK(run(tight, -1) == together);
-        for (int64_t id = 0; id < 6; ++id)
+        for (const int64_t id : {turn, turn + 3})  // each with one of the models
             for (const auto& [key, tokens] : run(roomy, id)) CHECK(together.at(key) == tokens);
         CHECK(together.at({2, 0}) != together.at({2, 1}));
+        ++turn;
+    }
+}
+
+// For make count: all prompts in one step, and in pieces beside drafts. (Whose answers are right: above.)
+TEST_CASE("the kernels of an engine's steps", "[inference][engine][counted]") {
+    for (const Config& config : {small_gpt2(), small_qwen3(), small_mla(16)}) {
+        const ModelWithMemory m(config, config.T_max, DType::bf16);
+        EngineOptions roomy, pieces;
+        roomy.scheduler.max_sequences = 8;
+        pieces.cache = {.page_size = 3, .n_pages = 44};
+        pieces.scheduler.max_sequences = 5, pieces.scheduler.step_tokens = 5, pieces.lookup = 4;
+        for (const EngineOptions& options : {roomy, pieces}) {
+            EngineWithMemory e(m.model, options);
+            CHECK(sampled_answers(e, config.V).size() == 8);
+        }
     }
 }
 
