@@ -52,13 +52,21 @@ TEST_CASE("documents packed in a row give the losses that they have apart", "[mo
                 const std::vector<float> together = run(packed);
                 std::vector<float> apart(together.size());
                 alone.zero_grads();  // and then the documents' gradients add up
-                for (const auto& [first, n] : documents) {
-                    std::vector<int32_t> row(tokens.size(), 1), row_targets(targets.size(), -1);
-                    std::copy_n(tokens.begin() + first, n, row.begin());
-                    std::copy_n(targets.begin() + first, n, row_targets.begin());
-                    alone.set_batch(row, row_targets);
+                // One in each row.
+                for (size_t d = 0; d < documents.size(); d += B) {
+                    std::vector<int32_t> rows(tokens.size(), 1), row_targets(targets.size(), -1);
+                    const size_t end = std::min<size_t>(d + B, documents.size());
+                    for (size_t i = d; i < end; ++i) {
+                        const auto& [first, n] = documents[i];
+                        const int64_t at = static_cast<int64_t>(i - d) * T;
+                        std::copy_n(tokens.begin() + first, n, rows.begin() + at);
+                        std::copy_n(targets.begin() + first, n, row_targets.begin() + at);
+                    }
+                    alone.set_batch(rows, row_targets);
                     const std::vector<float> losses = run(alone);
-                    std::copy_n(losses.begin(), n, apart.begin() + first);
+                    for (size_t i = d; i < end; ++i)
+                        std::copy_n(losses.begin() + static_cast<int64_t>(i - d) * T, documents[i].second,
+                                    apart.begin() + documents[i].first);
                 }
                 // In 16 bits the roundings of two models (models.h). In float32 the losses are equal, and the gradients
                 // are sums over 384 tokens in two orders, at each of the roundings that model_error counts.
