@@ -107,11 +107,12 @@ std::vector<Case> grid() {
         if (i % 8 == 3 && c.T > 40) c.lengths = {1, c.T - 34, 33};
         std::erase(c.lengths, 0);
         if (c.T > 100 && c.D > 96) c.H = c.K = 1;  // the float64 loops are slow
+        if (c.T > 60 && c.H > 1) c.B = 1;
         if (has_room(c.D, c.Dv)) cases.push_back(c);
     }
-    cases.push_back({1, 1025, 1, 1, 32, 32, true, 0, {}, 0});
-    cases.push_back({1, 1025, 1, 1, 16, 16, false, 100, {}, 0});
-    cases.push_back({1, 1025, 1, 1, 16, 16, true, 0, {500, 1, 524}, 1});
+    cases.push_back({1, 641, 1, 1, 32, 32, true, 0, {}, 0});
+    cases.push_back({1, 641, 1, 1, 16, 16, false, 100, {}, 0});
+    cases.push_back({1, 641, 1, 1, 16, 16, true, 0, {300, 1, 340}, 1});
     cases.push_back({1, 513, 2, 1, 64, 64, true, 0, {}, 0});
     return cases;
 }
