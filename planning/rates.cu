@@ -4,6 +4,8 @@
 #include "core/kernel.cuh"
 #include "layers/layers.h"
 
+#include <omp.h>
+
 #include <algorithm>
 #include <cmath>
 
@@ -49,8 +51,9 @@ double least_seconds(F&& run) {
 }  // namespace
 
 double measure_matmul_rate(DType dtype) {
-    // On a CPU 2^28 operations for each core, some milliseconds: every run begins with this.
-    const int64_t n = device().is_cpu ? 64 * std::llround(8 * std::cbrt(device().sm_count)) : 8192;
+    // On a CPU 2^28 operations for each core (as many as it has, not as a GPU that it stands for), some milliseconds:
+    // every run begins with this.
+    const int64_t n = device().is_cpu ? 64 * std::llround(8 * std::cbrt(omp_get_max_threads())) : 8192;
     Arena arena("matmul probe");
     Tensor a, b, c;
     for (int pass = 0; pass < 2; ++pass) {
