@@ -137,6 +137,7 @@ class Listener : public httplib::Server {
         return port;
     }
     void start() {
+        listening_ = svr_sock_;
         try {
             thread_ = std::thread([this] { accept_connections(); });
         } catch (const std::system_error& error) {
@@ -146,8 +147,9 @@ class Listener : public httplib::Server {
     void end() {
         if (!thread_.joinable()) return;
         ending_ = true;
-        ::shutdown(svr_sock_, SHUT_RDWR);  // ends the wait for a connection
+        ::shutdown(listening_, SHUT_RDWR);  // ends the wait for a connection, and refuses those that come
         thread_.join();
+        ::close(listening_);
     }
     int64_t n_unanswered() const { return n_unanswered_; }
 
@@ -155,18 +157,16 @@ class Listener : public httplib::Server {
     // The library's own loop closes its socket where accept() fails, also for a reason that passes: no memory, no file
     // descriptor in the whole system, an error of the connection's network. Then clients would be refused for ever.
     void accept_connections() {
-        const int listening = svr_sock_;
-        ::fcntl(listening, F_SETFL, O_NONBLOCK);  // a client may leave between poll() and accept()
+        ::fcntl(listening_, F_SETFL, O_NONBLOCK);  // a client may leave between poll() and accept()
         ConnectionThreads threads;
         while (!ending_) {
-            pollfd p{listening, POLLIN, 0};
+            pollfd p{listening_, POLLIN, 0};
             ::poll(&p, 1, static_cast<int>(1000 * kLookSeconds));
-            const int fd = ::accept4(listening, nullptr, nullptr, SOCK_CLOEXEC);
+            const int fd = ::accept4(listening_, nullptr, nullptr, SOCK_CLOEXEC);
             if (fd >= 0) threads.serve([this, fd] { process_and_close_socket(fd); });
             else std::this_thread::sleep_for(std::chrono::milliseconds(1));
         }
         svr_sock_ = INVALID_SOCKET;  // tells the library that the server is ending
-        ::close(listening);
         threads.wait();
     }
 
@@ -351,6 +351,7 @@ class Listener : public httplib::Server {
     std::function<void(int)> status_sent_;
     std::atomic<bool> ending_ = false;
     std::atomic<int64_t> n_unanswered_ = 0;
+    int listening_ = INVALID_SOCKET;
     std::thread thread_;
 };
 

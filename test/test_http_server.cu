@@ -5,6 +5,7 @@
 #include <arpa/inet.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -38,6 +39,16 @@ std::string answer_of(int port, const std::string& path) {
     return came;
 }
 
+// None where the program was built without cpp-httplib.
+std::unique_ptr<HttpServer> server_of(const ServerOptions& options, const std::vector<Route>& routes) {
+    try {
+        return std::make_unique<HttpServer>(options, routes, [](int) {});
+    } catch (const Error& error) {
+        if (std::string_view(error.what()).find("without cpp-httplib") == std::string_view::npos) throw;
+        return nullptr;
+    }
+}
+
 }  // namespace
 
 // In the place of the C library's, also for libraries.
@@ -59,13 +70,8 @@ TEST_CASE("a server goes on where the system could not give it one connection", 
         {"GET", "/memory", [](const HttpRequest&) -> HttpReply { throw std::bad_alloc(); }}};
     ServerOptions options;
     options.port = 0;
-    std::unique_ptr<HttpServer> server;
-    try {
-        server = std::make_unique<HttpServer>(options, routes, [](int) {});
-    } catch (const Error& error) {
-        if (std::string_view(error.what()).find("without cpp-httplib") == std::string_view::npos) throw;
-        SKIP_TEST("built without cpp-httplib");
-    }
+    const std::unique_ptr<HttpServer> server = server_of(options, routes);
+    if (!server) SKIP_TEST("built without cpp-httplib");
     server->start();
     for (const int error : {0, ENFILE, ENOMEM, ECONNABORTED, ENETDOWN, EMFILE, EINTR}) {
         INFO("accept() fails with " << error);
@@ -79,4 +85,21 @@ TEST_CASE("a server goes on where the system could not give it one connection", 
     next_send_error = ENOMEM;
     CHECK(answer_of(server->port(), "/health") == "");  // no body without its headers
     CHECK(answer_of(server->port(), "/health").ends_with("\r\n\r\nwell"));
+}
+
+TEST_CASE("a server that ends as soon as it has started ends", "[server]") {
+    const pid_t child = ::fork();
+    if (child == 0) {
+        ::alarm(20);  // ends a child that waits for ever
+        ServerOptions options;
+        options.port = 0;
+        for (int i = 0; i < 50; ++i) {
+            std::unique_ptr<HttpServer> server = server_of(options, {});
+            if (server) server->start();
+        }
+        ::_exit(0);
+    }
+    int status = -1;
+    ::waitpid(child, &status, 0);
+    CHECK(status == 0);
 }
