@@ -1,6 +1,7 @@
 // test/run_models.h: the small models that whole runs on many ranks train, by name, as config.json.
 #pragma once
 
+#include "model/model.h"
 #include "program.h"
 
 #include <set>
@@ -67,9 +68,19 @@ inline std::string model_file(const std::string& name) {
 }
 
 // The attentions, and the feed-forwards, of presets that none of these config.json has: a new one belongs to the models
-// of the runs whose test asks. (test_model.cu)
-std::set<std::string> attentions_without_model(const std::vector<std::string>& files);
-std::set<std::string> feed_forwards_without_model(const std::vector<std::string>& files);
+// of the runs whose test asks.
+inline std::set<std::string> parts_without_model(std::string Config::*part, const std::vector<std::string>& files) {
+    std::set<std::string> parts;
+    for (const std::string& name : preset_names()) parts.insert(find_preset(name)->*part);
+    for (const std::string& file : files) parts.erase(load_config(file).*part);
+    return parts;
+}
+inline std::set<std::string> attentions_without_model(const std::vector<std::string>& files) {
+    return parts_without_model(&Config::attention, files);
+}
+inline std::set<std::string> feed_forwards_without_model(const std::vector<std::string>& files) {
+    return parts_without_model(&Config::feed_forward, files);
+}
 
 // With --pp, a line a rank: the bytes of activations in flight, the messages and their bytes, planned and as they were.
 inline void check_pipeline_traffic(const std::string& out) {

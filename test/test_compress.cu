@@ -145,7 +145,7 @@ std::vector<double> coded(Compression kind, const std::vector<double>& x) {
     return out;
 }
 
-struct Model {
+struct ToyModel {
     CompressOptions options;
     size_t size;
     std::vector<std::vector<double>> error;  // [rank]
@@ -276,11 +276,11 @@ TEST_CASE("compressors against a plain model, to the byte, and nothing is lost",
     const FlatParameters p = toy_parameters(0, 1);
     const size_t n = static_cast<size_t>(p.n), size = static_cast<size_t>(n_ranks);
 
-    Model model{options,
-                size,
-                std::vector<std::vector<double>>(size, std::vector<double>(n, 0)),
-                std::vector<double>(n, 0),
-                {}};
+    ToyModel model{options,
+                   size,
+                   std::vector<std::vector<double>>(size, std::vector<double>(n, 0)),
+                   std::vector<double>(n, 0),
+                   {}};
     if (kind == Compression::power_sgd) model.q.assign(run.start[0].at("q").begin(), run.start[0].at("q").end());
     std::vector<double> all_grads(n, 0), all_results(n, 0);
     for (int step = 0; step < n_steps; ++step) {

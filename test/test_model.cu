@@ -6,7 +6,6 @@
 #include "io/io.h"
 #include "model/sublayer.h"
 #include "models.h"
-#include "run_models.h"
 #include "temp_folder.h"
 
 #include <cstdlib>
@@ -635,19 +634,6 @@ TEST_CASE("parameter_count counts what is placed, flops_per_token what multiplie
         const double attention = 6 * static_cast<double>(config.H * (config.D + config.value_D())) * pairs / 8;
         CHECK(flops_per_token(config, 8) == Approx(static_cast<double>(6 * multiplying) + attention).epsilon(1e-12));
     }
-}
-
-static std::set<std::string> parts_without_model(std::string Config::*part, const std::vector<std::string>& files) {
-    std::set<std::string> parts;
-    for (const std::string& name : preset_names()) parts.insert(find_preset(name)->*part);
-    for (const std::string& file : files) parts.erase(load_config(file).*part);
-    return parts;
-}
-std::set<std::string> attentions_without_model(const std::vector<std::string>& files) {
-    return parts_without_model(&Config::attention, files);
-}
-std::set<std::string> feed_forwards_without_model(const std::vector<std::string>& files) {
-    return parts_without_model(&Config::feed_forward, files);
 }
 
 // The tests that go through small_models(), and those of whole runs, have every part of the tables.
