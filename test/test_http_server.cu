@@ -14,12 +14,7 @@
 
 namespace {
 
-std::atomic<int> next_error = 0, next_send_error = 0;  // of the next accept() and send()
-
-int accept_or_fail(int fd, sockaddr* address, socklen_t* bytes, int flags) {
-    if (const int error = next_error.exchange(0)) return errno = error, -1;
-    return static_cast<int>(::syscall(SYS_accept4, fd, address, bytes, flags));
-}
+std::atomic<int> next_error = 0, next_send_error = 0;  // of the next accept4() and send()
 
 std::string answer_of(int port, const std::string& path) {
     const int fd = ::socket(AF_INET, SOCK_STREAM, 0);
@@ -51,10 +46,10 @@ std::unique_ptr<HttpServer> server_of(const ServerOptions& options, const std::v
 
 }  // namespace
 
-// In the place of the C library's, also for libraries.
-extern "C" int accept(int fd, sockaddr* address, socklen_t* bytes) { return accept_or_fail(fd, address, bytes, 0); }
+// In the place of the C library's.
 extern "C" int accept4(int fd, sockaddr* address, socklen_t* bytes, int flags) {
-    return accept_or_fail(fd, address, bytes, flags);
+    if (const int error = next_error.exchange(0)) return errno = error, -1;
+    return static_cast<int>(::syscall(SYS_accept4, fd, address, bytes, flags));
 }
 extern "C" ssize_t send(int fd, const void* data, size_t bytes, int flags) {
     if (const int error = next_send_error.exchange(0)) return errno = error, -1;
