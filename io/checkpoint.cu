@@ -95,11 +95,9 @@ std::vector<std::string> find_checkpoints(const std::string& run_folder) {
     const std::string folder = checkpoints_folder(run_folder);
     std::vector<std::string> found;
     std::error_code error, ignored;
-    fs::directory_iterator entry(folder, error);
-    for (; !error && entry != fs::directory_iterator(); entry.increment(error)) {
-        if (is_step_name(entry->path().filename().string()) && entry->is_directory(ignored))
-            found.push_back(entry->path().string());
-    }
+    for (const fs::directory_entry& entry : folder_entries(folder, error))
+        if (is_step_name(entry.path().filename().string()) && entry.is_directory(ignored))
+            found.push_back(entry.path().string());
     const bool none = error == std::errc::no_such_file_or_directory || error == std::errc::not_a_directory;
     check(!error || none, "cannot read folder ", folder, ": ", error.message());
     std::sort(found.rbegin(), found.rend(), is_earlier);

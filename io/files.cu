@@ -215,15 +215,18 @@ bool is_folder(const std::string& path) {
     return std::filesystem::is_directory(path, ignored);
 }
 
-std::vector<std::filesystem::path> list_folder(const std::string& folder) {
-    std::vector<std::filesystem::path> paths;
-    std::error_code error;
+std::vector<std::filesystem::directory_entry> folder_entries(const std::string& folder, std::error_code& error) {
+    std::vector<std::filesystem::directory_entry> entries;
     std::filesystem::directory_iterator entry(folder, error);
-    for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error))
-        paths.push_back(entry->path());
+    for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error)) entries.push_back(*entry);
+    std::sort(entries.begin(), entries.end());
+    return entries;
+}
+std::vector<std::filesystem::path> list_folder(const std::string& folder) {
+    std::error_code error;
+    const std::vector<std::filesystem::directory_entry> entries = folder_entries(folder, error);
     check(!error, "cannot read folder ", folder, ": ", error.message());
-    std::sort(paths.begin(), paths.end());
-    return paths;
+    return {entries.begin(), entries.end()};
 }
 
 void sync_folder(const std::string& path) {

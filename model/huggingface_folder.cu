@@ -1,5 +1,6 @@
 // model/huggingface_folder.cu: the folder of the weights that a flag names.
 #include "io/io.h"
+#include "io/list_folder.h"
 #include "model/model.h"
 
 #include <filesystem>
@@ -21,16 +22,15 @@ std::string find_newest_run() {
     std::string newest;
     fs::file_time_type latest = fs::file_time_type::min();
     std::error_code error, ignored;
-    fs::directory_iterator run("runs", error);
-    for (; !error && run != fs::directory_iterator(); run.increment(error)) {
+    for (const fs::directory_entry& run : folder_entries("runs", error)) {
         std::optional<std::string> checkpoint;
         try {
-            checkpoint = latest_checkpoint(run->path().string());
+            checkpoint = latest_checkpoint(run.path().string());
         } catch (const Error&) {  // somebody else's run, that may not be read
         }
         if (!checkpoint) continue;
         const fs::file_time_type time = fs::last_write_time(*checkpoint, ignored);
-        if (newest.empty() || time > latest) newest = run->path().string(), latest = time;
+        if (newest.empty() || time > latest) newest = run.path().string(), latest = time;
     }
     check(!error || error == std::errc::no_such_file_or_directory, "cannot read folder runs: ", error.message());
     return newest;
