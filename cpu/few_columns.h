@@ -18,7 +18,7 @@
 // For more columns, up to 16, AVX2 has too few registers for that. There, and for a float32 A with AVX-512, a vector's
 // elements are different columns of D, and no element of A is moved within a register:
 //
-//   for each 6 rows:  for each 384 k's:  sums = 0
+//   for each 6 rows (AVX-512: 8):  for each 384 k's:  sums = 0
 //       for each k, row i:  sums[i] = fused multiply-add(A[i, k], B[k, all columns], sums[i])
 //
 // Up to 8 columns would fill half of these sums of AVX2, which takes a tenth longer than the squares.
@@ -186,7 +186,7 @@ void multiply_transposed(const T* a, int64_t row_stride, int64_t rows, const flo
 // ---------------------------------------------------------------------------------------------------------------------
 // Vectors along the columns of D
 
-constexpr int rows_together = 6, group_vectors = 3, group_rows = group_vectors * width;
+constexpr int rows_together = width < 16 ? 6 : 8, group_vectors = 3, group_rows = group_vectors * width;
 constexpr int wide_columns = most_few_columns, wide_vectors = wide_columns / width;
 
 // The products of rows i, i + 1, ... of A and 16 columns, B[l, j] = b[l * 16 + j], for k numbers: the sum of row
@@ -215,10 +215,12 @@ void multiply_rows(const Rows<T, order>& a, int64_t i, const float* b, int64_t k
     constexpr int line = 64 / sizeof(float);
     int64_t l = 0;
     for (; l + line <= k; l += line) {
-#pragma GCC unroll 8
-        for (int r = 0; r < rows_together; ++r) a.fetch(a.row(i + r) + l, i * k + l * rows_together + r * line);
-#pragma GCC unroll 4
-        for (int64_t at = l; at < l + line; ++at) multiply(at);
+#pragma GCC unroll 16
+        for (int at = 0; at < line; ++at) {
+            const int r = at / 2;  // fetches of several lines behind each other would keep the multiplications waiting
+            if (at % 2 == 0 && r < rows_together) a.fetch(a.row(i + r) + l, i * k + l * rows_together + r * line);
+            multiply(l + at);
+        }
     }
     for (; l < k; ++l) multiply(l);
 
