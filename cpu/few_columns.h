@@ -23,12 +23,10 @@
 //
 // Up to 8 columns would fill half of these sums of AVX2, which takes a tenth longer than the squares.
 //
-// The hardware's prefetchers lose so many rows at the same time, so that A is fetched here: while a group of rows is
-// multiplied, the next one comes to the second-level cache, a line with each word. On AMD's processors the order in which
-// it lies in memory is the fastest. One core of an EPYC (Zen 4) reads a float32 A for up to four columns as fast as it
-// adds up an array; from 5 columns on (16 bits: from 2) the arithmetic takes longer, with AVX-512 at 16 columns 95 % of
-// its peak. On Intel's it is the order in which A is multiplied: on one core of a Xeon with AMX, for 1 column 1.1 times
-// as fast as in the order of memory, for 8 1.25 times, with 85 % of the rate of adding up an array for 1 column.
+// While a group of rows is multiplied, the next one is fetched (packing.h says in what order), a line with each word.
+// One core of an AMD EPYC (Zen 4) reads a float32 A for up to four columns as fast as it adds up an array; from 5
+// columns on (16 bits: from 2) the arithmetic takes longer, with AVX-512 at 16 columns 95 % of its peak. One core of a
+// Xeon with AMX reads A at 85 % of that rate for one column, and at 75 % for eight.
 #pragma once
 
 #include <algorithm>
@@ -48,9 +46,6 @@ constexpr int most_transposed = width < 16                   ? 8
                                 : sizeof(T) == sizeof(float) ? 12
                                                              : 16;
 
-// The order in which the next group of rows is fetched.
-enum class Order { memory, multiplication };
-
 // A group of A's rows, from some k on.
 template <class T, Order order>
 struct Rows {
@@ -67,15 +62,6 @@ struct Rows {
         __builtin_prefetch(order == Order::memory ? next + n_before : from + (next - first), 0, 2);
     }
 };
-
-// The order for A, whose rows follow each other in memory with or without gaps.
-inline Order best_order(bool with_gaps) {
-#if defined(__x86_64__)
-    return with_gaps || __builtin_cpu_is("intel") ? Order::multiplication : Order::memory;
-#else
-    return with_gaps ? Order::multiplication : Order::memory;
-#endif
-}
 
 // Calls f(part, its first row, its first k) for the parts of A in the order in which they are read: of each `group`
 // rows panel_k k's after panel_k k's. Where k is 0 a group is one part.

@@ -12,6 +12,22 @@
 namespace cuda_cpu {
 namespace {
 
+// The order in which what is multiplied next is fetched to the second-level cache: a multiplication reads so many rows
+// at the same time that the hardware's prefetchers lose them. On AMD's processors the order in which it lies in memory
+// is the fastest, on Intel's the one in which it is read: a line of each of some rows, and then the next line of each.
+// (Up to 16 columns are multiplied 1.1 to 1.3 times as fast as in the order of memory, 17 to 64 columns 1.02 to 1.2
+// times: one core of a Xeon with AMX, and weights that come from memory.)
+enum class Order { memory, multiplication };
+
+// The order for rows that follow each other in memory, with or without gaps.
+inline Order best_order(bool with_gaps) {
+#if defined(__x86_64__)
+    return with_gaps || __builtin_cpu_is("intel") ? Order::multiplication : Order::memory;
+#else
+    return with_gaps ? Order::multiplication : Order::memory;
+#endif
+}
+
 // Up to `width` lines of k numbers each, transposed, where `out` is the place of the first word of the first line. A
 // vector of one word of every line is a part of one sliver (A), or the whole of several (B), each of `length` words a
 // line.

@@ -50,32 +50,37 @@ constexpr int64_t group_columns = 8 * block_columns;
 // ---------------------------------------------------------------------------------------------------------------------
 // Fetching ahead
 
-// The part of A, or of B transposed, that is packed next. It comes from memory while the part before it is multiplied:
-// a cache line with each k of the first blocks. (Packing reads so many rows at the same time that the hardware's
-// prefetchers lose them. For 17 to 32 columns, where the arithmetic takes about as long as A's bytes, a product takes a
-// fifth less time.)
+// The part of A, or of B transposed, that is packed next. It is fetched while the part before it is multiplied: a cache
+// line with each k of the first blocks. (For 17 to 32 columns, where the arithmetic takes about as long as A's bytes, a
+// product takes a fifth less time.)
 class Ahead {
   public:
     Ahead() = default;
-    Ahead(const Matrix& part, int64_t rows, int64_t k) {
+    Ahead(const Matrix& part, int64_t rows, int64_t k, Order order = Order::memory) {
         const bool along_rows = part.row_stride == 1;
-        const int64_t bytes = element_bytes(part.type);
+        const int64_t bytes = element_bytes(part.type), runs = along_rows ? k : rows;
         at = part.data;
         length = (along_rows ? rows : k) * bytes;
         stride = (along_rows ? part.column_stride : part.row_stride) * bytes;
-        left = (along_rows ? k : rows) * divide_up(length, 64);
+        left = runs * divide_up(length, 64);
+        if (order == Order::multiplication && runs % width == 0) together = width;
     }
 
     int64_t n_left() const { return left; }
     void fetch() {
         __builtin_prefetch(at + offset, 0, 2);  // to the second-level cache
         --left;
-        if ((offset += 64) >= length) offset = 0, at += stride;
+        at += stride;
+        if (++run < together) return;
+        run = 0;
+        if ((offset += 64) >= length) offset = 0;
+        else at -= together * stride;
     }
 
   private:
     const char* at = nullptr;  // a run of `length` bytes; the next one begins `stride` after it
     int64_t length = 0, stride = 0, offset = 0, left = 0;  // left: lines
+    int64_t together = 1, run = 0;  // runs of which a line each is fetched before their next line
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -125,11 +130,12 @@ inline int64_t packed_space(int64_t columns, int64_t k) {
 }
 
 // What is packed of A after the rows from first_row on of the k's from first_k on.
-inline Ahead next_part(const Matrix& a, int64_t rows, int64_t k, int64_t first_row, int64_t first_k) {
+inline Ahead next_part(const Matrix& a, int64_t rows, int64_t k, int64_t first_row, int64_t first_k, Order order) {
     first_row += panel_rows;
     if (first_row >= rows) first_row = 0, first_k += panel_k;
     if (first_k >= k) return {};
-    return {a.from(0, first_row, first_k), std::min(panel_rows, rows - first_row), std::min(panel_k, k - first_k)};
+    return {a.from(0, first_row, first_k), std::min(panel_rows, rows - first_row), std::min(panel_k, k - first_k),
+            order};
 }
 
 // count x columns elements of D, from `words` words of packed lines of A, and of lines of B that are packed, or begin
@@ -161,6 +167,8 @@ void multiply_packed(const Matrix& a, const Matrix& b, int64_t rows, int64_t col
     }
     float *const packed_a = space, *const packed_b = space + panel_rows * std::min(k, panel_k);
     const bool b_in_place = rows <= 2 * panel_rows && Arithmetic::in_place(b);
+    // With more columns A is not waited for, and a small model's comes from a cache: fetched so it takes longer.
+    const Order order = columns <= 64 ? best_order(false) : Order::memory;
     int64_t first_k = 0;
     do {
         const int64_t length = std::min(panel_k, k - first_k), words = divide_up(length, Arithmetic::terms);
@@ -175,7 +183,7 @@ void multiply_packed(const Matrix& a, const Matrix& b, int64_t rows, int64_t col
             for (int64_t column = 0; column < columns; column += group) {
                 const int64_t next = column + group, count_b = std::min(group, columns - column);
                 const Matrix part = b.from(0, first_k, column);
-                Ahead ahead = next_part(a, rows, k, row, first_k);
+                Ahead ahead = next_part(a, rows, k, row, first_k, order);
                 if (next < columns)
                     ahead = {b.from(0, first_k, next).transposed(), std::min(group, columns - next), length};
                 float* const d_part = d + row + column * ld;
