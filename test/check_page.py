@@ -124,6 +124,13 @@ def check(page):
         fetch = (path, options) => path.startsWith("/v1/") ? (fetch = real, Promise.resolve(new Response(events))) : real(path, options); }""")
     page.type_message("Hello")
     page.becomes(last_message + ".includes('not finite') && answering === null")
+    # A page that is open for days sees millions of requests, and must not remember them.
+    heap = lambda: (page.call("HeapProfiler.collectGarbage"), page.call("Runtime.getHeapUsage")["usedSize"])[1]
+    before = heap()
+    page.value("for (let i = 0; i < 400; ++i) "
+               "drawPages({pages: Array.from({length: 1000}, (_, k) => [1e6 + 1000 * i + k, 0, 1]), page_size: 16})")
+    kept = heap() - before
+    expect(kept < 2e6, f"the page has kept {kept} bytes of 400,000 requests")
     page.value("last.tokens = 1e9")  # of a server that was stopped and started again
     page.becomes("last.tokens < 1e9")
     expect(page.value("history.every(speed => speed >= 0)"), "a negative speed")
