@@ -50,6 +50,7 @@ using Color = Canvas::Color;
 constexpr Color kInk{38, 38, 38}, kFaint{225, 225, 225};
 constexpr int kWidth = 1120, kAbove = 36, kBelow = 30, kLegend = 34;
 constexpr double kLeft = 24, kRight = 1096;
+constexpr int64_t kMostRows = 2000;  // in a picture: of a batch of 100,000 requests it shows every 50th
 
 // Of the states in their order. Okabe and Ito's colours (io/plot.cu).
 constexpr struct {
@@ -60,7 +61,7 @@ constexpr struct {
                {"decode", {0, 114, 178}},
                {"interrupted: preempted, or no room in the step", {204, 121, 167}}};
 
-void draw_legend(Canvas& canvas) {
+void draw_legend(Canvas& canvas, int64_t each) {
     double x = kLeft;
     const double y = canvas.height() - 14.0;
     for (const auto& [name, color] : kStates) {
@@ -68,27 +69,30 @@ void draw_legend(Canvas& canvas) {
         canvas.text({x + 20, y}, name, 9, kInk);
         x += 20 + Canvas::text_width(name, 9) + 24;
     }
-    canvas.text({x, y}, "columns: steps; rows: requests", 9, kInk);
+    canvas.text({x, y}, concat("columns: steps; rows: ", each > 1 ? concat("one of ", each, " ") : "", "requests"), 9,
+                kInk);
 }
 
 }  // namespace
 
-// Where a timeline is drawn: its upper edge, the height of a row, the width of a step and the steps between two ticks.
+// Where a timeline is drawn: its upper edge, the height of a row, the width of a step, the steps between two ticks, and
+// the requests of which one is drawn.
 struct TimelinePanel {
     double top, row, step;
-    int64_t tick;
+    int64_t tick, each;
 
-    static size_t n_rows(const Timeline& timeline) { return timeline.rows_.size(); }
+    static int64_t n_requests(const Timeline& timeline) { return std::ssize(timeline.rows_); }
 
     void draw(Canvas& canvas, const std::string& title, const Timeline& timeline) const {
-        const double bottom = top + row * static_cast<double>(timeline.rows_.size());
+        const double bottom = top + row * static_cast<double>(ceil_div(n_requests(timeline), each));
         canvas.text({kLeft, top - 12}, title, 11, kInk, Canvas::Align::left, true);
         for (double x = kLeft, i = 0; x <= kRight + 0.5; x += static_cast<double>(tick) * step, ++i) {
             canvas.fill(x, top, x + 1, bottom + 4, kFaint);
             canvas.text({x, bottom + 18}, concat(static_cast<int64_t>(i) * tick), 9, kInk, Canvas::Align::center);
         }
         double y = top;
-        for (const auto& [first_step, states] : timeline.rows_) {
+        for (int64_t request = 0; request < n_requests(timeline); request += each) {
+            const auto& [first_step, states] = timeline.rows_[static_cast<size_t>(request)];
             double x = kLeft + static_cast<double>(first_step) * step;
             for (size_t i = 0, end; i < states.size(); i = end) {
                 for (end = i; end < states.size() && states[end] == states[i];) ++end;
@@ -103,21 +107,21 @@ struct TimelinePanel {
 
 void write_timelines_png(const std::string& path, std::span<const std::pair<std::string, Timeline>> all) {
     check(!all.empty(), path, ": there is no timeline to draw; give at least one");
-    size_t most_rows = 1;
-    int64_t n_steps = 1, tick = 1;
+    int64_t most_requests = 1, n_steps = 1, tick = 1;
     for (const auto& [title, timeline] : all) {
-        most_rows = std::max(most_rows, TimelinePanel::n_rows(timeline));
+        most_requests = std::max(most_requests, TimelinePanel::n_requests(timeline));
         n_steps = std::max(n_steps, timeline.n_steps());
     }
     for (int i = 0; 12 * tick < n_steps; ++i) tick = i % 3 == 1 ? tick / 2 * 5 : tick * 2;  // 1, 2, 5, 10, 20, ...
-    const double row = std::clamp(360.0 / static_cast<double>(most_rows), 2.0, 14.0);
-    const int height = kAbove + kBelow + static_cast<int>(std::ceil(row * static_cast<double>(most_rows)));
+    const int64_t each = ceil_div(most_requests * std::ssize(all), kMostRows);
+    const double rows = static_cast<double>(ceil_div(most_requests, each)), row = std::clamp(360 / rows, 2.0, 14.0);
+    const int height = kAbove + kBelow + static_cast<int>(std::ceil(row * rows));
     Canvas canvas(kWidth, static_cast<int>(all.size()) * height + kLegend);
-    TimelinePanel panel{kAbove, row, (kRight - kLeft) / static_cast<double>(n_steps), tick};
+    TimelinePanel panel{kAbove, row, (kRight - kLeft) / static_cast<double>(n_steps), tick, each};
     for (const auto& [title, timeline] : all) {
         panel.draw(canvas, title, timeline);
         panel.top += height;
     }
-    draw_legend(canvas);
+    draw_legend(canvas, each);
     canvas.save(path);
 }

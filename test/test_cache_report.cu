@@ -117,6 +117,11 @@ TEST_CASE("timeline: what each request does in each step, static beside continuo
     twice.arrive(1);
     CHECK(one_line_with(error_of([&] { twice.arrive(1); }), "request 1 has arrived before"));
     CHECK(one_line_with(error_of([&] { write_timelines_png(folder / "none.png", {}); }), "give at least one"));
+    Timeline batch;  // of more requests than a picture can have rows
+    for (int64_t i = 0; i < 20'000; ++i) batch.arrive(i), batch.step({}), batch.leave(i);
+    const std::pair<std::string, Timeline> alone{"20,000 requests", batch};
+    CHECK_NOTHROW(write_timelines_png(folder / "batch.png", {&alone, 1}));
+    keep_picture(folder, "batch.png");
 }
 
 TEST_CASE("timeline: as text", "[cache_report]") {
