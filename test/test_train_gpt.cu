@@ -567,8 +567,8 @@ TEST_CASE("a schedule that was begun anew goes on behind a broken checkpoint", "
     const Outcome outcome = run_program("train_gpt", "--resume --out " + run);
     CHECK_THAT(outcome.out, ContainsSubstring("resumed after step 2"));
     check_same_end(whole, run);
-    // One that began behind step 2 says nothing of step 2.
-    const std::string other = folder / "other", keep = " --keep 3 --save-every 1 --out " + other;
+    // One that began behind step 2 says nothing of step 2. (--keep: more than an int holds.)
+    const std::string other = folder / "other", keep = " --keep 3e9 --save-every 1 --out " + other;
     REQUIRE(train("--steps 2" + keep).status == 0);
     REQUIRE(run_program("train_gpt", "--resume --steps 4 --schedule linear --stop-after 3" + keep).status == 0);
     for (const char* step : {"2", "3"})
