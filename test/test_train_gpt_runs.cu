@@ -212,7 +212,8 @@ TEST_CASE("a disk without room for the checkpoints is found at the start", "[pro
          " 1000000000 checkpoints at once"},
         {"--steps 3e17 --save-every 3000000000 --val-every 4000000001 --keep 0 --keep-best --out " + (folder / "a"),
          " 174999999 checkpoints at once"},
-        {"--steps 1e9 --save-every 2 --keep 9e9 --keep-best --out " + (folder / "a"), " 500000001 checkpoints at once"},
+        {"--steps 1e9 --save-every 2 --keep 9223372036854775807 --keep-best --out " + (folder / "a"),
+         " 500000001 checkpoints at once"},
         {"--steps 1e15 --save-every 0 --val-every 0 --out " + (folder / "a"), " 1 checkpoint of "},  // the logs
         {"--steps 2e9 --save-every 1 --keep 1e9 --out " + (folder / "a"), " 1000000001 checkpoints at once"},
         {"--steps 2e9 --save-every 1 --keep 1e9 --keep-best --out " + (folder / "a"),

@@ -168,7 +168,8 @@ int64_t checkpoints_to_come(const TrainOptions& o) {
         return saves + saves_between(o.resumed_step, last, o.val_every) -
                saves_between(o.resumed_step, last, common_multiple(o.save_every, o.val_every, last));
     if (saves == 0) return 0;
-    return std::max<int64_t>(1, std::min(have + saves + best, o.keep + 1 + best) - have);
+    // keep may be as large as an int64 can be.
+    return std::max<int64_t>(1, std::min(saves - 1, o.keep - have) + 1 + best);
 }
 
 }  // namespace
