@@ -473,6 +473,8 @@ TEST_CASE("flags of pipelines that cannot be are refused in one line", "[pipelin
         {"--pp 2 --ranks 2 --pipeline pipedream --clip 0 --dtype fp16", "--pipeline pipedream with --dtype fp16"},
         {"--pp 2 --ranks 2 --pipeline pipedream --clip 0 --flush-every 0", "--flush-every must be positive"},
         {"--pp 2 --ranks 2 --pipeline pipedream --clip 0 --stop-after 60", "it must be a multiple of --flush-every 50"},
+        {"--pp 2 --ranks 2 --pipeline pipedream --clip 0 --steps 4e18 --save-every 0 --val-every 0 --flush-every 4e18",
+         "use --flush-every 1048576 or less"},
         {"--draw", "--draw needs --pp"},
         {"--draw --pp 4", "--draw needs --micro-batches"},
         {"--draw --pp 4 --micro-batches 5000", "--micro-batches 5000 with --draw: at most 1024"},
