@@ -603,7 +603,27 @@ TEST_CASE("a file that one rank does not find is its reason, also with a pipelin
     INFO(run.err);
     CHECK(run.status != 0);
     CHECK_THAT(run.err, ContainsSubstring("rank 1: ") && ContainsSubstring("config.json"));
+    CHECK_THAT(run.err, ContainsSubstring("this is so on some ranks, and not on others"));
     CHECK_THAT(run.err, !ContainsSubstring("has waited"));
+}
+
+// Hosts with a disk each: the other ranks have no place for their part of a checkpoint, or one of their own.
+TEST_CASE("a folder of the run that the ranks do not share is refused before the first step", "[program][ranks]") {
+    if (!have_mpirun()) SKIP_TEST("no MPI");
+    const TempFolder folder;
+    for (const char* host : {"a", "b"}) std::filesystem::create_directories(folder / host);
+    const auto run = [&](const std::string& flags) {
+        const std::string here = concat(" && exec ", program_path("train_gpt"), " --data ", text_file(), kRun,
+                                        "--batch 4 --out run ", flags);
+        return run_shell(mpirun_of_two("cd " + (folder / "a") + here, "cd " + (folder / "b") + here));
+    };
+    std::filesystem::create_directories(folder / "b/run/checkpoints");
+    const Outcome refused = run("--zero 1");
+    INFO(refused.out << refused.err);
+    CHECK(refused.status == 2);
+    CHECK_THAT(refused.err, ContainsSubstring("rank 0: run, the folder of the run, is not the one that rank 1 "));
+    CHECK(!std::filesystem::exists(folder / "a/run"));
+    CHECK(run("").status == 0);  // rank 0 alone writes
 }
 
 TEST_CASE("a fault that all ranks find is one line under mpirun, too", "[program][ranks]") {

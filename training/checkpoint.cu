@@ -305,6 +305,10 @@ int64_t saved_state_bytes(const Trainer& t) {
     return static_cast<int64_t>(bytes);
 }
 
+bool writes_checkpoint_files(const Trainer& t) {
+    return state_file_of(t).writes || !t.data_parallel.compression_states().empty();
+}
+
 namespace {
 
 RunState state_after(const Trainer& t, int64_t step) {

@@ -6,6 +6,7 @@
 // So the process number of a lock that was left behind may belong to another process today, and nothing depends on it.
 // A network file system may not pass the lock on to other hosts: one with the name of another host is therefore never
 // taken over.
+#include "io/list_folder.h"
 #include "training/training.h"
 
 #include <fcntl.h>
@@ -90,6 +91,14 @@ void check_not_written(const std::string& run) {
     const Holder holder = read_holder(fd);
     ::close(fd);
     if (is_held) refuse(run, holder);
+}
+
+std::string lock_text(const std::string& run) {
+    // A network file system may answer from what it knew earlier, until the folder itself is opened.
+    const std::vector<fs::path> entries = fs::is_directory(run) ? list_folder(run) : std::vector<fs::path>();
+    const bool found =
+        std::any_of(entries.begin(), entries.end(), [](const fs::path& path) { return path.filename() == "lock"; });
+    return found ? read_text_file(run + "/lock") : "";
 }
 
 RunFolder::MadeFolders::~MadeFolders() {

@@ -207,7 +207,10 @@ bool agree_to_start(Comm& world, const std::string& fault) {
     if (world.size > 1)
         for (const auto& row : gather_numbers(world, {!fault.empty()})) everywhere = everywhere && row[0] != 0;
     if (fault.empty()) return true;  // if another rank has a fault, it ends the job
-    if (!everywhere) fail(fault);
+    if (!everywhere)
+        fail(fault,
+             " (this is so on some ranks, and not on others: do their hosts have the same files, and the same "
+             "memory?)");
     // Here, and not at the program's end: mpirun ends the other processes when the first one has ended.
     if (world.rank == 0) std::fprintf(stderr, "train_gpt: %s\n", fault.c_str());
     return false;
@@ -242,6 +245,18 @@ static std::string checksum_of_init(const TrainOptions& o) {
     return checksum_text(checksum(sums.data(), sums.size() * sizeof(uint64_t)));
 }
 
+// Ranks that write a part of each checkpoint write it into rank 0's folder, which they know by its lock. Where they do
+// not see it, on a host with a disk of its own, the first save would fail, after hours. Collective.
+static void check_shared(const Trainer& t, const std::string& folder) {
+    const std::string lock = broadcast_text(t.world, t.world.rank == 0 ? lock_text(folder) : "");
+    const bool lacks_it = writes_checkpoint_files(t) && lock_text(folder) != lock;
+    const auto faults = gather_numbers(t.world, {lacks_it});
+    for (size_t rank = 0; rank < faults.size() && t.world.rank == 0; ++rank)
+        check(!faults[rank][0], folder, ", the folder of the run, is not the one that rank ", rank,
+              " finds there, and each rank would write its part of a checkpoint into it: give an --out that all hosts "
+              "share, as on a network file system, by its whole path");
+}
+
 std::unique_ptr<RunFolder> settle_folder(Trainer& t, const RunData& data) {
     const bool first = t.world.rank == 0;
     std::string& out = t.options.out;
@@ -263,6 +278,9 @@ std::unique_ptr<RunFolder> settle_folder(Trainer& t, const RunData& data) {
                   ? " already holds a run: continue it with --resume, or choose another --out"
                   : " holds a run that has saved no checkpoint: delete the folder, or choose another --out");
     }
-    if (t.world.size > 1) out = broadcast_text(t.world, out);
+    if (t.world.size > 1) {
+        out = broadcast_text(t.world, out);
+        check_shared(t, out);
+    }
     return folder;
 }

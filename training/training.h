@@ -482,6 +482,8 @@ class RunFolder {
     std::string path_;
     std::optional<Lock> lock_;
 };
+// What the lock of this run says, "PID HOST"; "" where there is none.
+std::string lock_text(const std::string& run);
 // Error if another process writes this run: it may remove what would be read here.
 void check_not_written(const std::string& run);
 // Error if the disk has no room for the checkpoints and logs to come. Nothing has been written yet. Collective.
@@ -606,6 +608,8 @@ int64_t resume_run(Trainer& trainer);
 // Bytes of the optimizer's states and of compression's errors that this rank writes into a checkpoint; they need no
 // memory yet.
 int64_t saved_state_bytes(const Trainer& trainer);
+// Does this rank write files of its own into a checkpoint? They may have no bytes of states, as those of sgd.
+bool writes_checkpoint_files(const Trainer& trainer);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // sample.cu: continues `prompt` by `n` tokens, drawn from softmax(logits / temperature) with Philox (seed, position).
