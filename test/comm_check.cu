@@ -5,6 +5,7 @@
 //     check     every collective against a serial sum
 //     throw     rank 1 throws in step 3        exit   it leaves without a word      hang   it sleeps for ever
 //     sizes     ranks disagree on a size             roots  they disagree on a root: all send, and none receives
+//     half      rank 1 hangs when it has announced a long message, whose bytes MPI sends when it is called again
 //     work      all_reduce for ever, printing each rank's process id first: to be killed
 //     overlap   gradients are reduced on a stream of their own while the next are computed, as data parallelism does;
 //               overlap-early and overlap-late leave out one of the two event waits: strict mode reports a race
@@ -19,8 +20,8 @@
 
 namespace {
 
-const char* const kModes[] = {"check", "throw",   "exit",          "hang",         "sizes",      "roots",
-                              "work",  "overlap", "overlap-early", "overlap-late", "two-streams"};
+const char* const kModes[] = {"check", "throw", "exit",    "hang",          "sizes",        "roots",
+                              "half",  "work",  "overlap", "overlap-early", "overlap-late", "two-streams"};
 
 void endless(Comm& world, const std::string& mode) {
     const cudaStream_t stream = device().stream;
@@ -134,6 +135,12 @@ void run(int argc, char** argv) {
         if (mode == "roots") {
             comm_check::Buffer x(DType::f32, 100003);  // too many for MPI to take them before their receiver does
             return world.broadcast(x.tensor, world.rank, device().stream);
+        }
+        if (mode == "half") {
+            comm_check::Buffer x(DType::f32, 1000003);
+            if (world.rank == 0) return world.recv(x.tensor, 1, device().stream);
+            world.send(x.tensor, 0, device().stream);
+            for (;;) sleep(1000);
         }
         if (mode != "check") return endless(world, mode);
         const cudaStream_t stream = device().stream;

@@ -610,6 +610,12 @@ TEST_CASE("a process that fails, hangs or is killed takes the job down, named", 
     CHECK_THAT(run.err, ContainsSubstring("s for rank 1 to receive a message. (--comm-timeout") ||
                             ContainsSubstring("s for rank 0 to receive a message. (--comm-timeout"));
 
+    // Between two hosts: in shared memory a receiver fetches the bytes itself.
+    CHECK(seconds([&] { run = mpirun(2, "--timeout 2 half", "export OMPI_MCA_btl=tcp,self; timeout 20 "); }) < 15);
+    CHECK(run.status == 2);
+    CHECK_THAT(run.err, ContainsSubstring("rank 0: recv of world at step 0 has waited 2") &&
+                            ContainsSubstring("s for the rest of a message from rank 1: that rank hangs"));
+
     // A process that never starts MPI: the others wait inside MPI's start, where nobody has a number yet. They come
     // later than it ends, because of one that ends while they are there mpirun itself ends the job.
     const std::string late = concat("sleep 1; exec ", program_path("comm_check"), " --timeout 0.4 check");

@@ -2,8 +2,9 @@
 //
 // A message is copied and given to MPI_Isend, so that its sender goes on at once. Its receiver asks MPI_Improbe whether
 // it is there, rather than waiting in MPI_Recv: so the watchdog looks at the clock meanwhile, and a message of the
-// wrong size is an error that names both sizes. All calls come from the thread that runs the rank. In a few of them MPI
-// itself waits for the other ranks, and would do so for ever: MpiWatchdog.
+// wrong size is an error that names both sizes. Of a long message only the announcement is there then: its bytes come
+// when its receiver has asked for them, and are waited for in the same way (take). All calls come from the thread that
+// runs the rank. In a few of them MPI itself waits for the other ranks, and would do so for ever: MpiWatchdog.
 #include "parallel/comm/transport.h"
 
 #ifdef HAVE_MPI
@@ -123,8 +124,19 @@ class MpiTransport final : public HostTransport {
     size_t arrived_bytes(int from, int64_t number) override { return arrived_.at({from, number}).bytes; }
     void take(void* data, int from, int64_t number) override {
         const auto at = arrived_.find({from, number});
-        mpi_check(MPI_Mrecv(data, static_cast<int>(at->second.bytes), MPI_BYTE, &at->second.message, MPI_STATUS_IGNORE),
+        MPI_Request request = MPI_REQUEST_NULL;
+        mpi_check(MPI_Imrecv(data, static_cast<int>(at->second.bytes), MPI_BYTE, &at->second.message, &request),
                   "receiving");
+        WaitedTime time;
+        for (int done = 0; mpi_check(MPI_Test(&request, &done, MPI_STATUS_IGNORE), "receiving"), !done; pause()) {
+            const double waited = time.seconds();
+            if (waited < state_->timeout_s()) continue;
+            state_->job->fail(state_->rank,
+                              concat(describe(tag), " at step ", tag.step, " has waited ", waited,
+                                     " s for the rest of a message from rank ", members()[static_cast<size_t>(from)],
+                                     ": that rank hangs or has ended, or the network to it is broken. (--comm-timeout "
+                                     "sets how long to wait)"));
+        }
         arrived_.erase(at);
     }
     bool all_sent() override {
