@@ -3,6 +3,7 @@
 #include "parallel/comm/transport.h"
 
 #include <omp.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -130,9 +131,12 @@ void run_as_process(const RankOptions& options, const std::function<void(Comm&)>
     state->tracing = state->traced_steps.count(0) > 0;
     auto control = make_mpi_transport(state);
     // The other processes cannot be told; they can be ended. mpirun does that also if this one is killed.
-    state->job->on_failure = [](const std::string& reason) {
+    state->job->on_failure = [&ranks = *state](const std::string& reason) {
+        const bool several = std::ranges::any_of(ranks.node, [](int node) { return node != 0; });
+        char host[256] = "";
+        ::gethostname(host, sizeof host - 1);
         std::fflush(stdout);
-        std::fprintf(stderr, "%s\n", reason.c_str());
+        std::fprintf(stderr, "%s\n", (several ? concat("host ", host, ", ", reason) : reason).c_str());
         std::fflush(stderr);
         mpi_abort();
     };
