@@ -179,6 +179,7 @@ RULES = [
     Rule(r"echo '\{\"model_type\": \"llama\"", quick=True),
     train("--ranks 4 --pp 4 --pipeline zb-h1", replace=(("--trace 50", "--trace 2"),)),
     Rule(r"\./train_gpt --pipeline .* --draw", quick=True),
+    Rule(r"mpirun --host a:2,b:2", skip="needs two hosts"),
     Rule(r"mpirun -np 8", flags=SMALL, env=MPI, needs=("mpirun",)),
     Rule(r"mpirun --allow-run-as-root --oversubscribe -np 8", flags=SMALL, needs=("mpirun",)),
     Rule(r"build/cpu/dev/all_reduce", replace=(("$", " --ranks 2 --max 1024 --out out"),)),
