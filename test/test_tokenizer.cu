@@ -326,6 +326,20 @@ TEST_CASE("characters: bytes or the unknown token for those that the vocabulary 
     CHECK(with("unk_token", "?", "byte_fallback", true)->encode("\u00e8!b") == Ids{5, 8, 1});  // as tokenizers has it
 }
 
+// What tokenizers 0.23 prints, too. (Of a token that is all stripped it has no text: it stops with an error.)
+TEST_CASE("the decoder Strip without Fuse before it strips each token") {
+    const auto tokenizer = small_tokenizer([](json& f) {
+        f["pre_tokenizer"] = json();
+        f["decoder"] = parsed_json(R"({"type": "Sequence", "decoders": [
+            {"type": "Replace", "pattern": {"String": "_"}, "content": " "},
+            {"type": "Strip", "content": " ", "start": 1, "stop": 2}, {"type": "Fuse"}]})");
+        for (const auto& [token, id] : {std::pair("__a", 5), {"a___", 6}, {"___b_", 7}, {"___", 8}})
+            f["model"]["vocab"][token] = id;
+    });
+    CHECK(tokenizer->decode({5, 6, 3, 7}) == " aa ab  b");
+    CHECK(tokenizer->decode({3, 8, 1}) == "abb");
+}
+
 // The step of Hugging Face's library knows the punctuation of Unicode 8, whatever its patterns know. Here U+061D is of
 // Unicode 14, U+1B7F and U+11B00 of Unicode 16; U+2E42 and U+10100 of Unicode 7 and 4, and U+166D was punctuation then.
 TEST_CASE("Punctuation isolates what was punctuation in Unicode 8") {
