@@ -275,10 +275,9 @@ void read_compression(const Trainer& t, const std::string& folder) {
     const auto states = t.data_parallel.compression_states();
     const std::string path = folder + "/" + compression_file(t);
     if (states.empty()) return;
-    // All ranks or none: one that began anew beside one that did not would have another Q.
-    bool all = true;
-    for (const auto& row : gather_numbers(t.world, {std::filesystem::exists(path)})) all = all && row[0];
-    if (!all) {
+    // None of the ranks has its file then, or all of them: they share the folder (settle_folder), and it is whole. (One
+    // that began anew beside one that did not would have another Q.)
+    if (!std::filesystem::exists(path)) {
         if (t.world.rank == 0)
             std::printf("--compress: the checkpoint has no errors of %d ranks%s%s: they start at 0\n", t.world.size,
                         t.options.tp > 1 ? concat(" with --tp ", t.options.tp).c_str() : "",
