@@ -14,6 +14,7 @@
 #include <ctime>
 #include <filesystem>
 
+#include "core/host_name.h"
 #include "io/io.h"
 #include "io/list_folder.h"
 
@@ -229,12 +230,10 @@ std::vector<LogRow> read_csv_log(const std::string& path) {
 
 TensorBoardLog::TensorBoardLog(const std::string& folder, int64_t resume_step) {
     make_folder(folder);
-    char host[256] = "localhost";
-    ::gethostname(host, sizeof host - 1);
-    const std::string prefix = "events.out.tfevents.";
+    const std::string host = host_name(), prefix = "events.out.tfevents.";
     for (int64_t time = time_for_name(folder, prefix); fd_ < 0; time++) {
         char name[512];
-        std::snprintf(name, sizeof name, "%s%010lld.%s.%d", prefix.c_str(), static_cast<long long>(time), host,
+        std::snprintf(name, sizeof name, "%s%010lld.%s.%d", prefix.c_str(), static_cast<long long>(time), host.c_str(),
                       ::getpid());
         path_ = (std::filesystem::path(folder) / name).string();
         fd_ = open_to_append(path_, O_CREAT | O_EXCL);

@@ -6,6 +6,7 @@
 // So the process number of a lock that was left behind may belong to another process today, and nothing depends on it.
 // A network file system may not pass the lock on to other hosts: one with the name of another host is therefore never
 // taken over.
+#include "core/host_name.h"
 #include "io/list_folder.h"
 #include "training/training.h"
 
@@ -26,12 +27,6 @@
 namespace fs = std::filesystem;
 
 namespace {
-
-std::string host_name() {
-    char name[256] = "localhost";
-    ::gethostname(name, sizeof name - 1);
-    return name;
-}
 
 struct Holder {
     long pid = 0;  // 0: the file has no whole line, as between being made and being written, or on a full disk

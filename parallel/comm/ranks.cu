@@ -1,9 +1,9 @@
 // ranks.cu: starts the ranks, gives each its device and its transport, and ends the job when one of them fails.
+#include "core/host_name.h"
 #include "io/io.h"
 #include "parallel/comm/transport.h"
 
 #include <omp.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -133,10 +133,8 @@ void run_as_process(const RankOptions& options, const std::function<void(Comm&)>
     // The other processes cannot be told; they can be ended. mpirun does that also if this one is killed.
     state->job->on_failure = [&ranks = *state](const std::string& reason) {
         const bool several = std::ranges::any_of(ranks.node, [](int node) { return node != 0; });
-        char host[256] = "";
-        ::gethostname(host, sizeof host - 1);
         std::fflush(stdout);
-        std::fprintf(stderr, "%s\n", (several ? concat("host ", host, ", ", reason) : reason).c_str());
+        std::fprintf(stderr, "%s\n", (several ? concat("host ", host_name(), ", ", reason) : reason).c_str());
         std::fflush(stderr);
         mpi_abort();
     };
