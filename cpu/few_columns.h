@@ -52,7 +52,7 @@ struct Rows {
     const T* first;
     int64_t stride, count;  // rows
     int64_t k_left;         // elements of a row from here to its end
-    const T* next;          // what is fetched in place of `first`; with the last group itself, which the cache has
+    const T* next;          // what is fetched in place of `first`; the last group: itself, which the cache has
 
     const T* row(int64_t i) const { return first + std::min(i, count - 1) * stride; }  // the last one stands for more
 

@@ -22,10 +22,9 @@ enum class Order { memory, multiplication };
 // The order for rows that follow each other in memory, with or without gaps.
 inline Order best_order(bool with_gaps) {
 #if defined(__x86_64__)
-    return with_gaps || __builtin_cpu_is("intel") ? Order::multiplication : Order::memory;
-#else
-    return with_gaps ? Order::multiplication : Order::memory;
+    if (__builtin_cpu_is("intel")) return Order::multiplication;
 #endif
+    return with_gaps ? Order::multiplication : Order::memory;
 }
 
 // Up to `width` lines of k numbers each, transposed, where `out` is the place of the first word of the first line. A

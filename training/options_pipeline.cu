@@ -95,7 +95,7 @@ void check_asynchronous(const TrainOptions& o) {
         check(value % o.flush_every == 0, flag, " ", value, " with ", name, ": it must be a multiple of --flush-every ",
               o.flush_every, ", when the pipeline is empty");
     // Of the steps between two such moments there is one table, of two stages a rank at most (make_schedule).
-    const int64_t most = std::max<int64_t>(1, (1 << 22) / (2 * o.pp * m));
+    const int64_t most = std::max<int64_t>(1, kMostPairs / (2 * o.pp * m));
     check(std::min(o.flush_every, o.steps) <= most, "--flush-every ", o.flush_every, " with ", name,
           ": the table of so many steps would be too large: use --flush-every ", most, " or less");
     check(o.clip == 0, name, " with --clip ", o.clip, ": there is never one norm of all gradients; add --clip 0");

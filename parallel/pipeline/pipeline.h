@@ -191,6 +191,7 @@ std::vector<std::vector<int>> staleness(const PipelineSchedule& schedule);
 // A table without actions for these options, for the functions above to fill.
 PipelineSchedule empty_schedule(const ScheduleOptions& options, Placement placement, int n_stages);
 
+constexpr int64_t kMostPairs = 1 << 22;  // of a micro-batch and a stage, in a table
 // With messages, and checked. Error for a name that does not exist (lists those that do), and for numbers that the
 // schedule cannot have, with those that it can.
 PipelineSchedule make_schedule(const ScheduleOptions& options);

@@ -122,7 +122,6 @@ struct Entry {
     const char* name;
     PipelineSchedule (*make)(const ScheduleOptions& options);
 };
-constexpr int64_t kMostPairs = 1 << 22;  // of a micro-batch and a stage
 constexpr Entry kSchedules[] = {{"naive", naive},
                                 {"gpipe", gpipe},
                                 {"1f1b", one_f_one_b},
