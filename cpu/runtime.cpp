@@ -159,27 +159,34 @@ cudaError_t cudaGetDevice(int* device) {
     if (!device) return remember(cudaErrorInvalidValue);
     return *device = device_of_thread, cudaSuccess;
 }
+
+// Without the name and the memory, which are read from files and asked of the system: an attribute may be asked for in
+// each launch.
+static cudaDeviceProp properties_that_stay() {
+    const Shown s = shown();
+    cudaDeviceProp properties{};
+    properties.sharedMemPerBlock = 48 << 10;
+    properties.sharedMemPerBlockOptin = size_t{1024} * s.shared_kib;
+    properties.multiProcessorCount = s.multiprocessors;
+    properties.major = s.major;
+    properties.minor = s.minor;
+    properties.warpSize = 32;
+    properties.maxThreadsPerBlock = 1024;
+    properties.l2CacheSize = 32 << 20;
+    return properties;
+}
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
     if (device < 0 || device >= device_count()) return remember(cudaErrorInvalidDevice);
-    *properties = {};
+    *properties = properties_that_stay();
     const std::string name = "CPU device (" + cpu_model() + ", " + std::to_string(omp_get_max_threads()) + " threads)";
     std::snprintf(properties->name, sizeof properties->name, "%s", name.c_str());
     size_t free_bytes = 0;
     cudaMemGetInfo(&free_bytes, &properties->totalGlobalMem);
-    properties->sharedMemPerBlock = 48 << 10;
-    const Shown s = shown();
-    properties->sharedMemPerBlockOptin = size_t{1024} * s.shared_kib;
-    properties->multiProcessorCount = s.multiprocessors;
-    properties->major = s.major;
-    properties->minor = s.minor;
-    properties->warpSize = 32;
-    properties->maxThreadsPerBlock = 1024;
-    properties->l2CacheSize = 32 << 20;
     return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
-    cudaDeviceProp properties;
-    if (const cudaError_t error = cudaGetDeviceProperties(&properties, device)) return error;
+    if (device < 0 || device >= device_count()) return remember(cudaErrorInvalidDevice);
+    const cudaDeviceProp properties = properties_that_stay();
     switch (attribute) {
         case cudaDevAttrMaxThreadsPerBlock: *value = properties.maxThreadsPerBlock; break;
         case cudaDevAttrMultiProcessorCount: *value = properties.multiProcessorCount; break;
