@@ -19,6 +19,7 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <cmath>
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
@@ -30,7 +31,8 @@
 constexpr size_t kMaxHeaderBytes = 64 << 10;
 constexpr size_t kMaxChunkLine = 1000;
 constexpr int kMaxConnections = 500;   // more wait in the system's queue; often a process may have 1024 files
-constexpr double kLookSeconds = 0.25;  // in which an idle connection looks whether the server is ending
+constexpr double kLookSeconds = 0.25;  // in which a connection that waits looks whether the server is ending
+constexpr double kLastSeconds = 1;     // what a client has left then to send the rest of a request
 
 inline bool client_is_gone(int fd) {
     pollfd p{fd, POLLRDHUP, 0};
@@ -40,15 +42,17 @@ inline bool client_is_gone(int fd) {
 // A socket as the library's Stream.
 class Connection final : public httplib::Stream {
   public:
-    Connection(int fd, double timeout) : fd_(fd), timeout_(timeout) { current_ = this; }
+    Connection(int fd, double timeout, const std::atomic<bool>& ending) : fd_(fd), timeout_(timeout), ending_(ending) {
+        current_ = this;
+    }
     ~Connection() override { current_ = nullptr; }
     static Connection* current() { return current_; }  // the one that this thread serves
 
     // Waits for the first byte of a request.
-    bool wait_for_request(const std::atomic<bool>& ending) {
+    bool wait_for_request() {
         const double until = seconds_now() + timeout_;
         while (first_ == last_ && !wait(POLLIN, kLookSeconds))
-            if (ending || seconds_now() > until) return false;
+            if (ending_ || seconds_now() > until) return false;
         deadline_ = seconds_now() + timeout_;
         header_bytes_ = 0, in_headers_ = true, before_ = '\0', has_written_ = false;
         chunked_ = false, chunk_left_ = 0, chunk_line_ = "", behind_chunk_ = false;
@@ -62,10 +66,10 @@ class Connection final : public httplib::Stream {
     void end_after_answer() { ends_ = true; }
     bool ends() const { return ends_; }
     // Reads on until the client closes its side, or its time is over.
-    void drain(const std::atomic<bool>& ending) {
+    void drain() {
         ::shutdown(fd_, SHUT_WR);
         const double start = seconds_now();
-        for (double passed = 0; passed < (ending ? 1 : timeout_); passed = seconds_now() - start)
+        for (double passed = 0; passed < (ending_ ? kLastSeconds : timeout_); passed = seconds_now() - start)
             if (wait(POLLIN, kLookSeconds) && ::recv(fd_, buffer_, sizeof buffer_, 0) <= 0) return;
     }
 
@@ -83,7 +87,7 @@ class Connection final : public httplib::Stream {
     ssize_t read(char* to, size_t n) override {
         if (in_headers_ && header_bytes_ >= kMaxHeaderBytes) return failure_ = 431, -1;
         if (first_ == last_) {
-            if (!wait(POLLIN, deadline_ - seconds_now())) return failure_ = 408, -1;
+            if (!wait_for_rest()) return failure_ = 408, -1;
             const ssize_t got = ::recv(fd_, buffer_, sizeof buffer_, 0);
             if (got <= 0) return got;
             first_ = 0, last_ = static_cast<size_t>(got);
@@ -107,6 +111,14 @@ class Connection final : public httplib::Stream {
     }
 
   private:
+    bool wait_for_rest() {
+        while (true) {
+            if (ending_) deadline_ = std::min(deadline_, seconds_now() + kLastSeconds);
+            const double left = deadline_ - seconds_now();
+            if (left <= 0) return false;
+            if (wait(POLLIN, std::min(left, kLookSeconds))) return true;
+        }
+    }
     bool wait(short event, double seconds) const {
         pollfd p{fd_, event, 0};
         return seconds > 0 && ::poll(&p, 1, static_cast<int>(std::min(seconds * 1000, 1e9)) + 1) > 0;
@@ -148,6 +160,7 @@ class Connection final : public httplib::Stream {
     static thread_local Connection* current_;
     int fd_;
     double timeout_, deadline_ = 0;
+    const std::atomic<bool>& ending_;
     char buffer_[16 << 10];
     size_t first_ = 0, last_ = 0;  // what of the buffer is not yet handed on
     size_t header_bytes_ = 0;
@@ -172,9 +185,12 @@ class ConnectionThreads {
         while (!start(serve_connection)) changed_.wait_for(lock, std::chrono::milliseconds(100));
         ++n_;
     }
-    void wait() {
+    // For all to end; at most so long.
+    void wait(double seconds = INFINITY) {
+        const double until = seconds_now() + seconds;
         std::unique_lock lock(mutex_);
-        changed_.wait(lock, [&] { return n_ == 0; });
+        while (n_ > 0 && seconds_now() < until)
+            changed_.wait_for(lock, std::chrono::duration<double>(std::min(until - seconds_now(), 1.0)));
     }
 
   private:

@@ -151,7 +151,6 @@ class Listener : public httplib::Server {
         thread_.join();
         ::close(listening_);
     }
-    int64_t n_unanswered() const { return n_unanswered_; }
 
   private:
     // The library's own loop closes its socket where accept() fails, also for a reason that passes: no memory, no file
@@ -166,7 +165,8 @@ class Listener : public httplib::Server {
             if (fd >= 0) threads.serve([this, fd] { process_and_close_socket(fd); });
             else std::this_thread::sleep_for(std::chrono::milliseconds(1));
         }
-        svr_sock_ = INVALID_SOCKET;  // tells the library that the server is ending
+        threads.wait(options_.client_timeout);  // the last pieces are on their way to clients
+        svr_sock_ = INVALID_SOCKET;             // the library leaves out the rest
         threads.wait();
     }
 
@@ -293,16 +293,14 @@ class Listener : public httplib::Server {
 
     // The library's own, with our Stream and time limits.
     bool process_and_close_socket(socket_t fd) override {
-        Connection connection(fd, options_.client_timeout);
-        while (connection.wait_for_request(ending_)) {
+        Connection connection(fd, options_.client_timeout, ending_);
+        while (connection.wait_for_request()) {
             bool last = false;
-            ++n_unanswered_;
             const bool answered = process(*this, connection, last);
-            --n_unanswered_;
             if (!answered && !connection.has_written() && connection.failure() != 0) write_failure(connection);
             if (!answered || last || connection.ends()) break;
         }
-        if (connection.ends()) connection.drain(ending_);
+        if (connection.ends()) connection.drain();
         ::close(fd);
         return true;
     }
@@ -350,7 +348,6 @@ class Listener : public httplib::Server {
     std::vector<Route> routes_;
     std::function<void(int)> status_sent_;
     std::atomic<bool> ending_ = false;
-    std::atomic<int64_t> n_unanswered_ = 0;
     int listening_ = INVALID_SOCKET;
     std::thread thread_;
 };
@@ -367,7 +364,7 @@ HttpServer::HttpServer(const ServerOptions& options, std::vector<Route> routes, 
 HttpServer::~HttpServer() { impl_->end(); }
 void HttpServer::start() { impl_->start(); }
 int HttpServer::port() const { return impl_->port; }
-int64_t HttpServer::n_unanswered() const { return impl_->n_unanswered(); }
+void HttpServer::end() { impl_->end(); }
 
 #else
 
@@ -378,6 +375,6 @@ HttpServer::HttpServer(const ServerOptions&, std::vector<Route>, std::function<v
 HttpServer::~HttpServer() = default;
 void HttpServer::start() {}
 int HttpServer::port() const { return 0; }
-int64_t HttpServer::n_unanswered() const { return 0; }
+void HttpServer::end() {}
 
 #endif

@@ -3,12 +3,10 @@
 
 #include <unistd.h>
 
-#include <chrono>
 #include <csignal>
 #include <cstdio>
 #include <ctime>
 #include <filesystem>
-#include <thread>
 
 namespace {
 
@@ -101,10 +99,7 @@ class Server {
                     v6 ? "[" : "", host.c_str(), v6 ? "]" : "", http_.port());
         std::fflush(stdout);
         engine_.run();
-        // The last pieces are on their way to clients.
-        const double until = seconds_now() + served_.options.server.client_timeout;
-        while (http_.n_unanswered() > 0 && seconds_now() < until)
-            std::this_thread::sleep_for(std::chrono::milliseconds(10));
+        http_.end();
         std::printf("%s", served_.model.engine->cache_report().text().c_str());
     }
 

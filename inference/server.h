@@ -58,10 +58,12 @@ class HttpServer {
   public:
     // Binds the port; clients that connect wait for start(). status_sent is called for every answer with its status.
     HttpServer(const ServerOptions& options, std::vector<Route> routes, std::function<void(int status)> status_sent);
-    ~HttpServer();  // waits for the connections to end; those that wait for a next request are closed
-    void start();   // from here on requests are answered
+    ~HttpServer();
+    void start();  // from here on requests are answered
     int port() const;
-    int64_t n_unanswered() const;  // requests whose answers are not yet sent
+    // Takes no further connections, and waits for those that there are: until their answers are sent, at most
+    // options.client_timeout. Who has sent a part of a request has a second for the rest.
+    void end();
 
   private:
     struct Impl;

@@ -696,6 +696,15 @@ TEST_CASE("a signal ends the server when its answers are complete, a second one 
         CHECK(all.back()["usage"]["completion_tokens"] == 500);
         CHECK(server.wait() == 0);
     }
+    {  // Who has sent only a part of a request is not waited for as long as at other times (20 s).
+        Server server("");
+        Client slow(server, "POST /v1/completions HTTP/1.1\r\nHost: ");
+        CHECK(ask(server, http("GET", "/health")).status == 200);
+        const double start = seconds_now();
+        server.signal(SIGTERM);
+        CHECK(server.wait() == 0);
+        CHECK(seconds_now() - start < 10);
+    }
     Server server("");
     Client client(server, http("POST", "/v1/completions", dumped(kLong)));
     client.read_until("data: ");
