@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""dev/floors.py: no file includes upwards.   run: dev/floors.py           the check; one line for each wrong include
+"""dev/floors.py: no file includes upwards.   run: dev/floors.py           the check; one line for each wrong include or folder
                                                 dev/floors.py --draw    the same as a picture: doc/floors.svg
 
 The Makefile's variable FLOORS holds the order, from the ground up; "|" stands between two floors. A file includes headers
@@ -102,14 +102,18 @@ def is_allowed(height, path, folder, included, included_folder):
 
 
 def check(root=ROOT):
-    """The wrong includes, one line each."""
+    """The wrong includes and folders, one line each."""
     floors = read_floors(root)
     height = heights(floors)
-    return [f'{path}:{number}: {folder} may not include {included}: ' + (
-                'cpu/ is on the include path of the CPU build, and only its tests name it' if CPU in (folder, to) else
-                f'{to} is not on a lower floor (FLOORS in the Makefile)')
-            for path, number, folder, included, to in all_includes(floors, root)
-            if not is_allowed(height, path, folder, included, to)]
+    wrong = [f'{path}:{number}: {folder} may not include {included}: ' + (
+             'cpu/ is on the include path of the CPU build, and only its tests name it' if CPU in (folder, to) else
+             f'{to} is not on a lower floor (FLOORS in the Makefile)')
+             for path, number, folder, included, to in all_includes(floors, root)
+             if not is_allowed(height, path, folder, included, to)]
+    tops = {folder.split('/')[0] for folder in height} - {'.', PROGRAMS, 'dev', 'test'}
+    inside = {os.path.relpath(folder, root) for top in tops for folder, _, _ in os.walk(os.path.join(root, top))}
+    return wrong + [f'{folder}: on no floor, so nothing in it is compiled (FLOORS in the Makefile)'
+                    for folder in sorted(inside - set(height)) if sources_in(folder, root)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -115,6 +115,7 @@ TEST_CASE("floors: each kind of wrong include is found", "[program][sources]") {
     // A folder that has no floor.
     CHECK_THAT(wrong_includes({{"other/a.h", ""}, {"layers/a.cu", "#include \"other/a.h\"\n"}}),
                StartsWith("layers/a.cu:1: "));
+    CHECK_THAT(wrong_includes({{"layers/mine/a.cu", ""}}), StartsWith("layers/mine: on no floor"));
 }
 
 TEST_CASE("long functions: found in code, not in comments, strings or classes", "[program][sources]") {
