@@ -506,6 +506,26 @@ TEST_CASE("ids beyond the vocabulary that are written into a shard while a run r
                         "beyond the model's vocabulary of 256", "another program has written into the file"));
 }
 
+TEST_CASE("a step takes no longer where a document is long", "[program][train_gpt]") {
+    const TempFolder folder;
+    // Of all steps but the first two, the median.
+    const auto step_ms = [&](size_t bytes) {
+        const std::string n = std::to_string(bytes), text = folder / (n + ".txt"), run = folder / n;
+        spit(text, std::string(bytes, 'a'));
+        const Outcome outcome =
+            run_program("train_gpt", concat("--data ", text, kSmall, "--batch 8 --steps 12 --val-every 0 --out ", run));
+        INFO(outcome.err);
+        REQUIRE(outcome.status == 0);
+        std::vector<double> all;
+        for (const LogRow& row : read_csv_log(run + "/log.csv")) all.push_back(row.step_ms.value());
+        std::sort(all.begin() + 2, all.end());
+        return all[all.size() / 2 + 1];
+    };
+    const double few = step_ms(1 << 16), many = step_ms(1 << 25);
+    INFO(few << " ms, " << many << " ms");
+    CHECK(many < 4 * few);
+}
+
 TEST_CASE("the command that continues a run is whole", "[program][train_gpt]") {
     const TempFolder folder;
     const std::string program = program_path("train_gpt"), file = program_file("train_gpt"), run = folder / "a run";
