@@ -95,8 +95,9 @@ class Block {
 
   private:
     uint3 index_of(unsigned thread) const {
-        if (thread < size_.x) return {thread, 0, 0};  // two divisions cost as much as a switch of fibers
-        return {thread % size_.x, thread / size_.x % size_.y, thread / size_.x / size_.y};
+        const dim3& size = launch_->block;
+        if (thread < size.x) return {thread, 0, 0};  // two divisions cost as much as a switch of fibers
+        return {thread % size.x, thread / size.x % size.y, thread / size.x / size.y};
     }
     void take_over(unsigned thread);  // the running thread waits for the first time: its loop ends with it
     void arrive(Exchange& e, unsigned lane, void* operands, unsigned thread);
@@ -117,7 +118,6 @@ class Block {
     const Launch* launch_ = nullptr;
     const BlockProgram* program_ = nullptr;
     uint64_t n_begun_ = 0;
-    dim3 size_;       // of the block
     unsigned n_ = 0;  // threads in the block
     unsigned last_warp_ = 0, last_warp_mask_ = ~0u;
     uint3 index_{};
@@ -170,9 +170,8 @@ void Block::run(const Launch& launch, const BlockProgram& program, uint3 index) 
     launch_ = &launch;
     program_ = &program;
     ++n_begun_;
-    size_ = launch.block;
     index_ = index;
-    n_ = size_.x * size_.y * size_.z;
+    n_ = launch.block.x * launch.block.y * launch.block.z;
     last_warp_ = (n_ - 1) / kWarp;
     last_warp_mask_ = ~0u >> (kWarp - 1 - (n_ - 1) % kWarp);
     next_ = 0;
@@ -213,8 +212,9 @@ void Block::run_loop() {
         const uint3 at = index_of(current_->thread = order_[next_++]);
         loop = {at.x, at.y, at.z, at.x + 1, at.y + 1, at.z + 1};
     } else {
+        const dim3& size = launch_->block;
         const uint3 at = index_of(next_);
-        loop = {at.x, at.y, at.z, size_.x, size_.y, size_.z};
+        loop = {at.x, at.y, at.z, size.x, size.y, size.z};
         next_ = n_;  // all of them, unless one waits
     }
     loop_ = &loop;

@@ -48,6 +48,9 @@ __device__ __forceinline__ void load_chunk(float (&x)[n], const T* from, int64_t
             for (int i = 0; i < Packed<T>::n; ++i) x[l + i] = to_float(pack.v[i]);
         }
     } else {
+#ifdef CUDA_ON_CPU
+#pragma GCC unroll 1  // g++ would unroll the loop over 16 floats, which are one vector, and load them one by one
+#endif
         for (int l = 0; l < n; ++l) x[l] = to_float(from[l]);
     }
 }
