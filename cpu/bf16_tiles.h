@@ -131,11 +131,14 @@ void multiply_panel(const float* a, const float* b, int64_t rows, int64_t column
 }
 
 // Up to 16 columns where A's rows are contiguous: each 16 rows x 32 k's of A are a tile x where they are, and B is the
-// y.
+// y. The hardware's prefetchers lose 16 rows at a time, so A is fetched here, a few tiles ahead of the one that is
+// loaded: further on in its rows or, near their ends, from the first k's of the next 16 rows. (One core of a Xeon with
+// AMX reads weights of GPT-2 124M from memory at 90 % of the rate of adding up an array for one column, and at 87 %
+// for eight. To fetch all of the next 16 rows to the second-level cache, as few_columns.h does, gives 79 % and 74 %.)
 template <class Tiles>
 void multiply_few_with_tiles(const Matrix& a, const Matrix& b, int64_t rows, int64_t columns, int64_t k, float alpha,
                              float beta, float* d, int64_t ld, float* space) {
-    constexpr int64_t ahead = 256;  // numbers; the hardware's prefetchers lose 16 rows at a time
+    constexpr int64_t ahead = 192;  // numbers
     const auto* const from = reinterpret_cast<const __nv_bfloat16*>(a.data);
     pack_pairs(b, b.column_stride, b.row_stride, columns, k, space);
     alignas(64) float tile[tile_words];
@@ -148,7 +151,8 @@ void multiply_few_with_tiles(const Matrix& a, const Matrix& b, int64_t rows, int
             for (int64_t l = first_k; l < end; l += 2 * side) {
                 const __nv_bfloat16* const place = from + first * a.row_stride + l;
                 if (count == side && l + 2 * side <= end) {
-                    for (int i = 0; i < side; ++i) __builtin_prefetch(place + i * a.row_stride + ahead);
+                    const auto* const next = place + ahead + (l + ahead < k ? 0 : side * a.row_stride - k);
+                    for (int i = 0; i < side; ++i) __builtin_prefetch(next + i * a.row_stride);
                     Tiles::template load<4>(place, a.row_stride * 2);
                 } else {
                     std::memset(tile, 0, sizeof tile);
