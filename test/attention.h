@@ -94,8 +94,9 @@ Result attention(const Case& c, const Values& in, DType storage) {
                 const int64_t kv = h / (H / K);
                 const Real* qt = &q[static_cast<size_t>(((b * T + t) * H + h) * D)];
                 const Real* dt = &dout[static_cast<size_t>(((b * T + t) * H + h) * Dv)];
-                const auto key = [&](int64_t s) { return static_cast<size_t>(((b * T + s) * K + kv) * D); };
-                const auto value = [&](int64_t s) { return static_cast<size_t>(((b * T + s) * K + kv) * Dv); };
+                // c.T, not T: clang++ before 16 captures no structured bindings in a lambda.
+                const auto key = [&](int64_t s) { return static_cast<size_t>(((b * c.T + s) * c.K + kv) * c.D); };
+                const auto value = [&](int64_t s) { return static_cast<size_t>(((b * c.T + s) * c.K + kv) * c.Dv); };
                 std::vector<int64_t> keys;
                 for (int64_t s = 0; s < T; ++s)
                     if (sees(c, documents, b, t, s)) keys.push_back(s);
