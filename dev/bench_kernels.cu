@@ -286,8 +286,8 @@ std::vector<Operation> operations(const Config& c, int64_t B, int64_t T, DType d
             {name, "backward", attn, 2 * heads, 10 * pairs, [=](Data& d) -> Launch {
                  const HeadColumns out{d.empty({B, T, H * D}), H, D}, dout{d.random({B, T, H * D}), H, D};
                  const QkvHeads h = qkv_heads(d.random({B, T, Q}), H, K), dh = qkv_heads(d.empty({B, T, Q}), H, K);
-                 const Tensor lse = d.floats({B, H, T}),
-                              scratch = d.floats({flash_attention_backward_scratch_n(B, T, H, K, D, D, dtype, tier)});
+                 const int64_t scratch_n = flash_attention_backward_scratch_n(B, T, H, K, D, D, dtype, attention.tier);
+                 const Tensor lse = d.floats({B, H, T}), scratch = d.floats({scratch_n});
                  if (!d.counting())
                      flash_attention_forward(out, lse, h.q, h.k, h.v, attention, s);  // what the backward reads of it
                  return [=] {

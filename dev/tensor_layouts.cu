@@ -18,7 +18,7 @@
 
 namespace {
 
-constexpr Canvas::Color kInk{40, 40, 40}, kPale{120, 120, 120}, kWhite{255, 255, 255};
+constexpr Canvas::Color kInk{40, 40, 40}, kPale{120, 120, 120};
 constexpr double kSide = 190, kLeft = 40, kBetween = 44, kTop = 70, kRowHeight = 350, kLine = 20;
 
 Canvas::Color color_of(int rank) {
