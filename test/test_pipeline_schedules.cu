@@ -353,7 +353,7 @@ TEST_CASE("a message is received before what its rank computes when it is sent",
             for_each([&](const Action& a, const auto& spans, size_t done) {
                 if (sends(a.what)) sent[{a.what == Do::send_activation, a.micro, a.stage}] = spans[done - 1].end;
             });
-            for_each([&](const Action& a, const auto& spans, size_t done) {
+            for_each([&, p = p, m = m](const Action& a, const auto& spans, size_t done) {
                 if (!receives(a.what)) return;
                 const bool forward = a.what == Do::receive_activation;
                 const double time = sent.at({forward, a.micro, forward ? a.stage - 1 : a.stage + 1});

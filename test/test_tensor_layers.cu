@@ -330,7 +330,7 @@ void check_layers(bool gpt2, int n, const Geometry& geometry, DType dtype, const
         const std::vector<double> v = random_values(std::ssize(grad), hash_name(name) + 1);
         double along = 0;
         for (size_t i = 0; i < v.size(); ++i) along += grad[i] * v[i];
-        const auto moved = [&](double step) {
+        const auto moved = [&, &name = name](double step) {
             Values other = values;
             for (size_t i = 0; i < v.size(); ++i) other[name][i] += step * v[i];
             return r.loss(other);
