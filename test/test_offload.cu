@@ -23,10 +23,12 @@ struct Case {
     float clip = 0;
     std::string optimizer = "adamw";
     bool naive = false;
+    Compression compress = Compression::none;
 };
 std::string text_of(const Case& c) {
     return concat("--offload ", static_cast<int>(c.offload), " --zero ", c.zero, c.naive ? " naive" : "", " --ranks ",
-                  c.n_ranks, " ", dtype_name(c.dtype), " --clip ", c.clip, " ", c.optimizer);
+                  c.n_ranks, " ", dtype_name(c.dtype), " --clip ", c.clip, " ", c.optimizer, " --compress ",
+                  static_cast<int>(c.compress));
 }
 MemoryKind home_of(Offload offload) {
     return offload == Offload::none      ? MemoryKind::device
@@ -40,7 +42,10 @@ class Run {
 
     Run(Comm& world, const Case& c)
         : case_(c), masters_("master weights", home_of(c.offload)), states_("optimizer states", home_of(c.offload)),
-          ranks_(world, {.naive = c.naive, .zero = c.zero, .bucket_mib = 0.01}) {  // buckets that end inside of units
+          ranks_(world, {.naive = c.naive,
+                         .zero = c.zero,
+                         .bucket_mib = 0.01,  // buckets that end inside of units
+                         .compress = {.kind = c.compress}}) {
         take();
         for (Arena* arena : {&weights_, &masters_, &grads_, &states_, &rest_, &transit_}) arena->reserve();
         take();
@@ -299,6 +304,11 @@ TEST_CASE("offload with other optimizers, and when rank 0 has everything", "[off
     check_same({.zero = 1, .n_ranks = 2, .optimizer = "adam"}, Offload::optimizer);
     check_same({.zero = 3, .n_ranks = 2, .dtype = DType::bf16, .optimizer = "lion"}, Offload::unified);
     check_same({.zero = 1, .n_ranks = 2, .dtype = DType::bf16, .optimizer = "muon"}, Offload::unified);
+}
+
+TEST_CASE("offload with compressed gradients: a unit leaves while the ones before it are compressed", "[offload]") {
+    for (const Compression kind : {Compression::bf16, Compression::fp8, Compression::power_sgd, Compression::one_bit})
+        check_same({.n_ranks = 2, .compress = kind}, Offload::optimizer);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

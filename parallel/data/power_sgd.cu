@@ -189,8 +189,7 @@ class PowerSgd : public Compressor {
         for (const Whole& w : plan.whole) copy_tensor(first.slice(w.at, w.n), p.grads.slice(w.offset, w.n), stream);
         for (const Matrix& m : plan.matrices) {
             project_kernel<<<static_cast<unsigned>(ceil_div(m.R, kProjectRows)), dim3(kWarp, kProjectRows), 0,
-                             stream>>>(p_of(m), error_of(m), p.grads.ptr<float>() + m.offset, q_.ptr<float>() + m.q_at,
-                                       m.R, m.C, r_);
+                             stream>>>(p_of(m), error_of(m), grads_of(p, m), q_.ptr<float>() + m.q_at, m.R, m.C, r_);
             cudaCheckLaunch();
         }
         comm_.all_reduce(first, stream);
@@ -198,8 +197,8 @@ class PowerSgd : public Compressor {
         for (const Matrix& m : plan.matrices) share(m, stream);
         comm_.all_reduce(second, stream);
         for (const Matrix& m : plan.matrices) {
-            expand_kernel<false><<<blocks_for(m.R * m.C), kColumns, 0, stream>>>(p.grads.ptr<float>() + m.offset,
-                                                                                 p_of(m), s_of(m), m.R, m.C, r_);
+            expand_kernel<false>
+                <<<blocks_for(m.R * m.C), kColumns, 0, stream>>>(grads_of(p, m), p_of(m), s_of(m), m.R, m.C, r_);
             cudaCheckLaunch();
             warm_start(m, second.slice(m.second_at, m.C * r_), stream);
         }
@@ -220,6 +219,11 @@ class PowerSgd : public Compressor {
         std::vector<Whole> whole;
         int64_t first_n = 0, second_n = 0;
     };
+    // A tensor of this matrix alone: gradients behind it may be on their way to the host (--offload), and strict mode
+    // counts a pointer up to the end of its tensor.
+    static float* grads_of(const FlatParameters& p, const Matrix& m) {
+        return p.grads.slice(m.offset, m.R * m.C).ptr<float>();
+    }
     float* p_of(const Matrix& m) const { return first_.ptr<float>() + m.first_at; }
     float* s_of(const Matrix& m) const { return second_.ptr<float>() + m.second_at; }
     float* error_of(const Matrix& m) const { return error_.ptr<float>() + m.offset; }
