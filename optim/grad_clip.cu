@@ -102,7 +102,7 @@ __global__ void sum_squares_kernel(double* __restrict__ sums, const T* __restric
 // A double as two floats.
 __device__ __forceinline__ void store_pair(float* result, double sum) {
     result[0] = static_cast<float>(sum);
-    result[1] = sum < INFINITY && result[0] < INFINITY ? static_cast<float>(sum - result[0]) : 0.0f;
+    result[1] = result[0] < INFINITY ? static_cast<float>(sum - result[0]) : 0.0f;
 }
 
 // A ClipScale of `sums` (n_sums, 2). result is null: there is none.
