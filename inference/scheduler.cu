@@ -47,7 +47,7 @@ int64_t pages_ahead(const PagedCache& cache, const Request& r) {
     for (const auto& s : r.sequences) {
         if (s->cached) {
             const int64_t rows = std::min(n_tokens(*s) + page_size, all_rows) - s->computed_n;
-            pages += cache.pages_wanted(*s->cached, std::max<int64_t>(0, rows));
+            pages += cache.pages_wanted(*s->cached, rows);
         } else {  // will be forked where the prompt ends. 2: the page of the next token, and one more
             pages += std::min(n_tokens(*s) / page_size + 2, ceil_div(all_rows, page_size)) - prompt_n(r) / page_size;
         }

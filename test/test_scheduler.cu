@@ -228,6 +228,53 @@ TEST_CASE("scheduler: who is preempted in a step is not in it", "[scheduler]") {
     }
 }
 
+TEST_CASE("scheduler: the rows and logits of who is preempted in a step are left for others", "[scheduler]") {
+    // Three logits a step, and 13 pages of one row. The second prompt has as many rows in a step as there are logits.
+    SimulatedEngine engine = engine_of({1, 13, 0, false, 9, 3, Batching::continuous, Preemption::recompute, 0});
+    engine.checks_text = false;
+    Request& a = engine.add({1, 2}, 10);
+    const Request& scored = engine.add({3, 4, 5, 6}, 1);
+    engine.requests.back()->scores_prompt = true;
+    engine.add({7, 8, 9, 10}, 10);
+    engine.step();
+    CHECK(scored.sequences.front()->computed_n == 2);
+    CHECK(engine.requests.back()->sequences.front()->computed_n == 3);
+    // Now the third has a row and a logit in the step, until the first one's six rows need its pages.
+    a.sequences.front()->tokens.resize(8);
+    int64_t n_rows = 0;
+    engine.after_step = [&](std::span<const StepPart> parts) {
+        for (const StepPart& part : parts) n_rows += part.n;
+    };
+    engine.step();
+    CHECK(engine.scheduler.n_preemptions() == 1);
+    CHECK(n_rows == 6 + 2);
+}
+
+TEST_CASE("scheduler: who was preempted comes back when each of its answers has room to grow", "[scheduler]") {
+    // Pages of four rows. Swapped: the one that it had, one to grow, and one for the first request to grow.
+    for (const auto& [steps, comes_back] : {std::pair(1, true), {2, false}}) {  // with 3 pages free, and with 2
+        SimulatedEngine engine = engine_of({4, 4, 4, false, 64, 8, Batching::continuous, Preemption::swap, 0});
+        engine.add({1, 2, 3}, 14);
+        engine.add({4, 5, 6}, 4);
+        for (int i = 0; i < steps; ++i) engine.step();
+        REQUIRE(engine.scheduler.preempt_last());
+        engine.step();
+        CHECK(engine.scheduler.n_running() == (comes_back ? 2 : 1));
+    }
+    // To be computed again, two answers of two tokens: three pages for the first, two for the other, which shares the
+    // prompt's, and one for the first request to grow, which has two.
+    for (const auto& [n_pages, comes_back] : {std::pair(8, true), {7, false}}) {
+        SimulatedEngine engine =
+            engine_of({4, n_pages, 0, false, 64, 8, Batching::continuous, Preemption::recompute, 0});
+        engine.add({1, 2, 3}, 14);
+        engine.add({4, 5, 6, 7}, 12, 2);
+        for (int i = 0; i < 2; ++i) engine.step();
+        REQUIRE(engine.scheduler.preempt_last());
+        engine.step();
+        CHECK(engine.scheduler.n_running() == (comes_back ? 2 : 1));
+    }
+}
+
 TEST_CASE("scheduler: continuous batching fills the places of those who leave", "[scheduler]") {
     // Eight at a time; every eighth answer is long.
     std::vector<int64_t> answers;
