@@ -417,6 +417,9 @@ TEST_CASE("paged cache: texts with the same hash are told apart", "[paged_cache]
     begin_with(cache, a);
     CHECK(n_found(cache, {a[0], a[1], a[2], 5}) == 3);
     CHECK(n_found(cache, {b[0], b[1], b[2], 5}) == 0);
+    // So are the same tokens after different texts, whose hashes differ.
+    CHECK_FALSE(PageText{1, a} == PageText{2, a});
+    CHECK(PageTextHash()({1, a}) != PageTextHash()({2, a}));
 }
 
 TEST_CASE("paged cache: errors", "[paged_cache]") {
@@ -435,6 +438,7 @@ TEST_CASE("paged cache: errors", "[paged_cache]") {
     REQUIRE(cache.reserve(sequence, 1));
     cache.fork(sequence);
     CHECK_THAT(error_of([&] { cache.append(sequence, count_up(1)); }), ContainsSubstring("after a fork"));
+    CHECK_THAT(error_of([&] { cache.is_kept(4); }), ContainsSubstring("pages 0 to 3, not 4"));
     cache.end(sequence);
     CHECK_THAT(error_of([&] { cache.end(sequence); }), ContainsSubstring("it has ended"));
 }
