@@ -6,9 +6,12 @@
 
 #include <fcntl.h>
 #include <sys/file.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cerrno>
 #include <cmath>
 #include <cstring>
 
@@ -29,7 +32,15 @@ std::string command(const std::string& arguments) {
     return concat("exec ", program_path("train_gpt"), kUntimed, " --data ", text_file(), kSmall, arguments);
 }
 
+std::atomic<int> next_flock_error = 0;
+
 }  // namespace
+
+// In the place of the C library's.
+extern "C" int flock(int fd, int operation) noexcept {
+    if (const int error = next_flock_error.exchange(0)) return errno = error, -1;
+    return static_cast<int>(::syscall(SYS_flock, fd, operation));
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Longer and moved runs
@@ -158,6 +169,8 @@ TEST_CASE("a folder has one writer, and a lock that was left behind is taken ove
         spit(run + "/lock", "123 elsewhere\n");  // over a network file system
         CHECK_THROWS_WITH(check_not_written(run), ContainsSubstring("by process 123 on host elsewhere: wait"));
     }
+    next_flock_error = ENOLCK;  // a file system without locks: nobody is taken for a writer
+    CHECK_NOTHROW(check_not_written(run));
     {  // All ranks ask at the same time.
         const int other = ::open((run + "/lock").c_str(), O_RDONLY);
         CHECK(::flock(other, LOCK_SH) == 0);
@@ -240,6 +253,26 @@ TEST_CASE("a disk without room for the checkpoints is found at the start", "[pro
         CHECK(said_mib == Approx(static_cast<double>(bytes) / 0x1p20).epsilon(0.02));  // headers and JSON take a little
         std::filesystem::remove_all(folder / "b");
     }
+}
+
+// A disk whose free blocks are almost all kept for root, as a full ext4 has them.
+TEST_CASE("the room on a disk is what a user may have, and a run that is done needs none", "[program][train_gpt]") {
+    const TempFolder folder;
+    const std::string done = folder / "done";
+    REQUIRE(train("--steps 2 --out " + done).status == 0);
+    spit(folder / "disk.c",
+         "#include <sys/statvfs.h>\n"
+         "int statvfs(const char* path, struct statvfs* disk) {\n"
+         "    (void)path;\n"
+         "    *disk = (struct statvfs){.f_frsize = 4096, .f_blocks = 1 << 30, .f_bfree = 1 << 20, .f_bavail = 512};\n"
+         "    return 0;\n}\n");
+    REQUIRE(run_shell(concat("cc -shared -fPIC -o ", folder / "disk.so ", folder / "disk.c")).status == 0);
+    const std::string disk = "env LD_PRELOAD=" + folder / "disk.so";
+    CHECK(one_line_with(line_of(train("--steps 2 --out " + folder / "new", disk)),
+                        "the disk of " + folder.path + " has 2.00 MiB free, and this run needs "));
+    const Outcome resumed = run_program("train_gpt", "--resume --out " + done, disk);
+    INFO(resumed.err);
+    CHECK(resumed.status == 0);
 }
 
 // With --zero 1 each rank writes its part, and no file of rank 1 may grow beyond 800 blocks of 512 bytes or 1 KiB.
