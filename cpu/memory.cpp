@@ -61,11 +61,12 @@ bool is_known(const void* pointer, size_t bytes) {
     return find(pointer, bytes) != nullptr;
 }
 
-// Addresses without memory: a copy or memset that is not captured does nothing there.
-bool is_addresses(const void* pointer) {
+// At addresses without memory a copy or memset that is not captured does nothing.
+bool has_memory(const void* pointer) {
+    if (!takes_addresses_alone) return true;
     const std::lock_guard lock(mutex);
     const Allocation* allocation = find(pointer, 1);
-    return allocation && allocation->is_addresses;
+    return !allocation || !allocation->is_addresses;
 }
 
 constexpr size_t kHugePageBytes = 2 << 20;
@@ -258,7 +259,7 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
     if (!is_valid_copy(to, from, bytes, kind)) return remember(cudaErrorInvalidValue);
     if (count_end) count_end();
     if (runs_at_once(stream)) {
-        if (!takes_addresses_alone || (!is_addresses(to) && !is_addresses(from))) std::memmove(to, from, bytes);
+        if (has_memory(to) && has_memory(from)) std::memmove(to, from, bytes);
         return cudaSuccess;
     }
     const Footprint footprint{"cudaMemcpyAsync", place, {{from, bytes, false}, {to, bytes, true}}};
@@ -268,12 +269,16 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
     // runs, and so is all memory when a graph is launched.
     const bool staged = !is_known(from, bytes) && capturing == cudaStreamCaptureStatusNone;
     if (!staged) {
-        const auto copy = [=] { std::memmove(to, from, bytes); };
+        const auto copy = [=] {
+            if (has_memory(to) && has_memory(from)) std::memmove(to, from, bytes);
+        };
         if (const cudaError_t error = enqueue(stream, copy, footprint)) return error;
     } else {
         const auto* first = static_cast<const char*>(from);
         const auto staging = std::make_shared<std::vector<char>>(first, first + bytes);
-        const auto copy = [=] { std::memcpy(to, staging->data(), bytes); };
+        const auto copy = [=] {
+            if (has_memory(to)) std::memcpy(to, staging->data(), bytes);
+        };
         if (const cudaError_t error = enqueue(stream, copy, footprint)) return error;
     }
     // To pageable memory: returns when it is done.
@@ -294,10 +299,12 @@ cudaError_t cudaMemsetAsync(void* pointer, int value, size_t bytes, cudaStream_t
     if (!is_known(pointer, bytes)) return remember(cudaErrorInvalidValue);
     if (count_end) count_end();
     if (runs_at_once(stream)) {
-        if (!takes_addresses_alone || !is_addresses(pointer)) std::memset(pointer, value, bytes);
+        if (has_memory(pointer)) std::memset(pointer, value, bytes);
         return cudaSuccess;
     }
-    const auto set = [=] { std::memset(pointer, value, bytes); };
+    const auto set = [=] {
+        if (has_memory(pointer)) std::memset(pointer, value, bytes);
+    };
     return enqueue(stream, set, {"cudaMemsetAsync", place, {{pointer, bytes, true}}});
 }
 cudaError_t cudaMemset(void* pointer, int value, size_t bytes, Place place) {

@@ -398,4 +398,8 @@ TEST_CASE("the account refuses what it cannot tell", "[program][account]") {
                    ContainsSubstring("needs an H100 or H200"));
     CHECK_THAT(refusal("--plan"), ContainsSubstring("--plan and --account: give one of them"));
     CHECK_THAT(refusal("--offload optimizer"), ContainsSubstring("--account: with --offload the host works, too"));
+    // Strict mode, where copies come later, has no memory behind the addresses either.
+    const Outcome strict = run_program("train_gpt", "--account --batch 2 --seq 16 --sample 0", "CUDA_CPU_STRICT=1");
+    INFO(strict.err);
+    CHECK(strict.status == 0);
 }
