@@ -35,8 +35,9 @@ struct Holder {
 Holder read_holder(int fd) {
     char text[400] = {}, host[256] = {};
     Holder holder;
-    const bool whole = ::pread(fd, text, sizeof text - 1, 0) > 0 && std::strchr(text, '\n');
-    if (whole && std::sscanf(text, "%ld %255s", &holder.pid, host) == 2) holder.host = host;
+    if (::pread(fd, text, sizeof text - 1, 0) > 0 && std::strchr(text, '\n'))
+        std::sscanf(text, "%ld %255s", &holder.pid, host);
+    holder.host = host;
     return holder;
 }
 
