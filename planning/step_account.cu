@@ -107,17 +107,13 @@ size_t group_of(const NotedLaunch& launch, StepPart part, bool is_head) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Recording a step
 
-// Asks for work that is recorded and never runs; returns how many pieces it has.
+// Asks for work that is recorded and never runs; returns how many pieces it has. After an Error the stream is of no
+// use, and the program ends.
 size_t capture(const std::function<void()>& work) {
     const cudaStream_t stream = device().stream;
     cudaCheck(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed));
+    work();
     cudaGraph_t graph = nullptr;
-    try {
-        work();
-    } catch (...) {
-        cudaStreamEndCapture(stream, &graph);
-        throw;
-    }
     cudaCheck(cudaStreamEndCapture(stream, &graph));
     size_t n_nodes = 0;
     cudaCheck(cudaGraphGetNodes(graph, nullptr, &n_nodes));
@@ -154,11 +150,10 @@ struct Row {  // a launch, or the sum of many
 
 struct Account {
     DeviceSpec spec;
-    // FLOP/s that are reached; by the products of blocks, which --fp8 has in 8 bits; by those of Muon, in ns_dtype.
-    double rate = 0, block_rate = 0, optimizer_rate = 0;
-    double rate_of(size_t group) const {
-        return group == kBlockProducts ? block_rate : group == kOptimizerProducts ? optimizer_rate : rate;
-    }
+    // FLOP/s that are reached, also by Muon's products: they are in bf16 where the model's are in 16 bits. By the
+    // products of blocks, which --fp8 has in 8 bits.
+    double rate = 0, block_rate = 0;
+    double rate_of(size_t group) const { return group == kBlockProducts ? block_rate : rate; }
     std::vector<NotedLaunch> launches = {};
     std::vector<Row> rows = {};       // one for each launch
     std::vector<size_t> groups = {};  // likewise
@@ -202,7 +197,6 @@ Account account_of(Trainer& t) {
     account.rate = account.block_rate = account.spec.reached_rate(o.precision.dtype);
     if (o.precision.fp8 != Fp8Recipe::none && account.spec.fp8 > 0)
         account.block_rate *= account.spec.fp8 / account.spec.rate(o.precision.dtype);  // the same share of the peak
-    account.optimizer_rate = account.spec.reached_rate(o.optimizer_options.ns_dtype);
     t.reserve();
     recall_matmuls(o);
     LaunchNotes notes;

@@ -189,7 +189,6 @@ RankShare share_of_rank(const Trainer& t) {
 struct StepCost {
     double flops = 0, bytes = 0;
     double fp8_flops = 0;  // those among flops that are in fp8: the blocks' linear layers
-    double optimizer_flops = 0;
 };
 StepCost step_cost(Trainer& t, double state_bytes) {
     const auto [c, share] = share_of_rank(t);
@@ -229,7 +228,6 @@ StepCost step_cost(Trainer& t, double state_bytes) {
                       ? 0
                       : 2 * state_bytes + n * (o.precision.master ? 8 + value_bytes : 2 * value_bytes));
     const Optimizer::Products products = t.optimizer->products();
-    cost.optimizer_flops = products.flops;
     cost.flops += products.flops, cost.bytes += products.bytes;
     return cost;
 }
@@ -367,8 +365,7 @@ void print_time(Trainer& t) {
                 human_count(tokens).c_str(), human_count(cost.flops).c_str(),
                 o.recompute.every > 0 ? " with recomputation" : "", human_bytes(cost.bytes).c_str());
     const double rate = spec.rate(o.precision.dtype), fp8_rate = spec.fp8 > 0 ? spec.fp8 : rate;
-    const double compute = (cost.flops - cost.fp8_flops - cost.optimizer_flops) / rate + cost.fp8_flops / fp8_rate +
-                           cost.optimizer_flops / spec.rate(o.optimizer_options.ns_dtype),
+    const double compute = (cost.flops - cost.fp8_flops) / rate + cost.fp8_flops / fp8_rate,
                  move = cost.bytes / spec.bytes_per_s;
     const bool overlaps = spec.rest_least == 0;
     const double least = overlaps ? std::max(compute, move) : compute + spec.rest_least * move,

@@ -196,6 +196,14 @@ TEST_CASE("the account of GPT-2 124M on an H100", "[program][account]") {
         const auto [r, g, b] = color_at(x, y);
         return r == g && g == b && r > 200;
     };
+    // Below the title, of which a canvas has the same text.
+    char summary[100];
+    std::snprintf(summary, sizeof summary, "predicted for h100: %.1f ms, %s tokens/s", column("all", 8),
+                  human_count(number_before(account, " tokens/s predicted")).c_str());
+    Canvas canvas(width, height);
+    canvas.text({16, 48}, summary, 10, {40, 40, 40});
+    for (int y = 37; y < 52; ++y)
+        CHECK(std::equal(pixels + 3 * y * width, pixels + 3 * (y + 1) * width, canvas.rgb().begin() + 3 * y * width));
     std::vector<std::pair<double, std::string>> longest;
     double leftmost = 1e9, at_height = 0;
     for (const auto& [name, operation] : operations) {

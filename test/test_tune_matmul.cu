@@ -54,6 +54,17 @@ TEST_CASE("--tune-matmul times each product once, and later runs take what was c
         if (device().is_cpu) check_same_end(folder / "whole", folder / "resumed");
     }
 
+    // The account has them, too: GELU and its derivative in the products before them, or in kernels of their own.
+    const auto launches = [&](const std::string& choices) {
+        write_text_file(file, text.substr(0, text.find('\n') + 1) + choices);
+        const Outcome account = run_program("train_gpt",
+                                            "--account --tune-matmul on --model test/golden/runs/models/gpt2.json "
+                                            "--batch 2 --seq 16 --sample 0",
+                                            cache);
+        return std::stoi(account.out.substr(account.out.rfind("/s. ") + 4));
+    };
+    if (device().is_cpu) CHECK(launches("32x144x36 f32 f32 f32 nt bias_gelu: parts\n") > launches(""));
+
     write_text_file(file, "nonsense\n");
     const Outcome spoilt = run("spoilt", "--tune-matmul on");
     CHECK_THAT(spoilt.err, ContainsSubstring(file + " is ignored, and will be written anew: its first line is not"));
