@@ -338,6 +338,41 @@ TEST_CASE("the picture of pipelines has each action and what is kept at its plac
           "weights that are 2 updates old");
 }
 
+TEST_CASE("the picture of a pipeline says of a gradient how many updates old its weights are", "[pipeline]") {
+    const TempFolder folder;
+    const PipelineSchedule s = made("pipedream", 2, 3);
+    const Times times;
+    write_pipeline_panels(folder / "x.png", schedule_panels({{s, times, simulate(s, times)}}));
+    const Image picture(folder / "x.png");
+    const Simulation run = simulate(s, times);
+    const std::vector<std::vector<int>> late = staleness(s);
+    CHECK(late[0].back() > 0);
+    for (const Span& span : run.ranks[0]) {
+        if (!computes(span.action.what)) continue;
+        const bool is_forward = span.action.what == Do::forward;
+        const int updates = late[0][static_cast<size_t>(span.action.micro)];
+        const auto x_of = [&](double t) { return std::round(70 + t / run.end * (1280 - 70 - 90)); };
+        const double left = x_of(span.start), right = x_of(span.end), top = 40 + 52;
+        Canvas bar(picture.width, picture.height);  // the same bar
+        if (is_forward) bar.fill(left, top, right, top + 20, {120, 175, 225});
+        else
+            bar.fill(left, top, right, top + 14, {250, 185, 95}),
+                bar.fill(left, top + 14, right, top + 20, {125, 200, 165});
+        bar.text(
+            {(left + right) / 2, top + 14},
+            is_forward || updates == 0 ? concat(span.action.micro) : concat(span.action.micro, ": ", updates, " late"),
+            9, {40, 40, 40}, Canvas::Align::center);
+        INFO(action_text(span.action));
+        int n_different = 0;
+        for (int y = static_cast<int>(top) + 3; y < static_cast<int>(top) + 17; ++y)
+            for (int x = static_cast<int>(left) + 3; x < static_cast<int>(right) - 3; ++x) {
+                const uint8_t* const rgb = &bar.rgb()[static_cast<size_t>(3 * (y * picture.width + x))];
+                n_different += picture.at(x, y) != (rgb[0] << 16 | rgb[1] << 8 | rgb[2]);
+            }
+        CHECK(n_different == 0);
+    }
+}
+
 TEST_CASE("the picture of many micro-batches shows what they compute, and not only outlines and updates",
           "[pipeline][program]") {
     const TempFolder folder;
