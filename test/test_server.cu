@@ -385,7 +385,13 @@ TEST_CASE("a message ends where its template says, whatever ends the request nam
     echo["max_tokens"] = 1;
     CHECK(complete(server, echo).object()["choices"][0]["text"] == "ab");
     // An end of several tokens: a line end and "User:", which are written by turns.
-    const Server plain("--template plain --tokenizer " + (folder / "tokenizer.json"));
+    const std::string with_end = folder / "with-end";  // the same model, which ends at token 0
+    std::filesystem::copy(model_folder(), with_end);
+    json config = parsed_json(slurp(with_end + "/config.json"));
+    config["eos_token_id"] = 0;
+    spit(with_end + "/config.json", dumped(config));
+    const Server plain(
+        concat("--ignore-eos --model ", with_end, " --template plain --tokenizer ", folder / "tokenizer.json"));
     json request = value({{"messages", JsonText::array({{{"role", "user"}, {"content", "a"}}})},
                           {"max_tokens", 4},
                           {"temperature", 0},
@@ -395,6 +401,12 @@ TEST_CASE("a message ends where its template says, whatever ends the request nam
     const json choice = chat(plain, request).object()["choices"][0];
     CHECK(choice["message"]["content"] == "");
     CHECK(choice["finish_reason"] == "stop");
+    // A request that says whether the model's end counts is asked before the flag.
+    for (const auto& [ignored, reason] : {std::pair(json(), "length"), {json(true), "length"}, {json(false), "stop"}}) {
+        json ends = value({{"prompt", "a"}, {"max_tokens", 2}, {"logit_bias", {{"0", 100}}}});
+        ends["ignore_eos"] = ignored;
+        CHECK(complete(plain, ends).object()["choices"][0]["finish_reason"] == reason);
+    }
 }
 
 TEST_CASE("the server refuses what it cannot do, and says why", "[program][server]") {
