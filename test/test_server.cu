@@ -448,6 +448,9 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     std::string prompts = "[1]";  // more than could ever run and wait: no status that says "try again"
     for (int i = 0; i < 320; ++i) prompts += ",[1]";
     refused(post("{\"prompt\": [" + prompts + "]}"), 400, "321 prompts in one request: send at most 320", "prompt");
+    refused(post("{\"n\": 2, \"prompt\": [" + prompts + "]}"), 400, "send at most 285", "prompt");  // 35 at a time
+    prompts.resize(prompts.size() - 4);  // 320, and the next error
+    refused(post("{\"temperature\": -1, \"prompt\": [" + prompts + "]}"), 400, "temperature is -1", "temperature");
     const std::string stop = ", \"max_tokens\": 1, \"stop\": \"" + std::string(900, 'x') + "\"}";  // each keeps its own
     CHECK(post("{\"prompt\": [[1], [2]]" + stop).status == 200);
     refused(post("{\"prompt\": [[1], [2], [3]]" + stop), 400, "together more than 2000 (--max-body)", "prompt");

@@ -32,6 +32,8 @@ TEST_CASE("speculation: prompt look-up finds the last occurrence of the longest 
     PromptLookup lookup;
     CHECK(lookup.propose(std::vector<int32_t>{1, 2, 3, 1, 2}, 4) == std::vector<int32_t>{3, 1, 2, 3});
     CHECK(lookup.propose(std::vector<int32_t>{1, 2, 3, 1, 2, 9}, 4).empty());
+    // Of a vocabulary of two million: no two pairs of tokens are taken for one.
+    CHECK(PromptLookup().propose(std::vector<int32_t>{0, 4, 9, 0, (1 << 20) + 4}, 4).empty());
 }
 
 TEST_CASE("speculation: a step gains the proposed tokens that were drawn, and one more", "[speculation]") {
