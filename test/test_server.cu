@@ -454,6 +454,9 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     const std::string stop = ", \"max_tokens\": 1, \"stop\": \"" + std::string(900, 'x') + "\"}";  // each keeps its own
     CHECK(post("{\"prompt\": [[1], [2]]" + stop).status == 200);
     refused(post("{\"prompt\": [[1], [2], [3]]" + stop), 400, "together more than 2000 (--max-body)", "prompt");
+    std::string stops = "\"x\"";  // of 33 bytes each, with the string itself
+    for (int i = 1; i < 40; ++i) stops += ",\"x\"";
+    refused(post(R"({"prompt": [[1], [2]], "stop": [)" + stops + "]}"), 400, "together more than 2000", "prompt");
     refused(post(R"({"prompt": [[1], [2]], "logit_bias": {)" + biases + "}}"), 400, "together more than 2000",
             "prompt");
     refused(post(R"({"prompt": "a", "stop": [""]})"), 400, "empty", "stop");
