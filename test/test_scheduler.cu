@@ -229,8 +229,8 @@ TEST_CASE("scheduler: who is preempted in a step is not in it", "[scheduler]") {
 }
 
 TEST_CASE("scheduler: the rows and logits of who is preempted in a step are left for others", "[scheduler]") {
-    // Three logits a step, and 13 pages of one row. The second prompt has as many rows in a step as there are logits.
-    SimulatedEngine engine = engine_of({1, 13, 0, false, 9, 3, Batching::continuous, Preemption::recompute, 0});
+    // Eight rows and three logits a step; 13 pages. The second prompt has as many rows in a step as there are logits.
+    SimulatedEngine engine = engine_of({1, 13, 0, false, 8, 3, Batching::continuous, Preemption::recompute, 0});
     engine.checks_text = false;
     Request& a = engine.add({1, 2}, 10);
     const Request& scored = engine.add({3, 4, 5, 6}, 1);
