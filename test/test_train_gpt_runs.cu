@@ -388,48 +388,6 @@ TEST_CASE("progress is a line every --log-every steps, and one that changes in a
 // ---------------------------------------------------------------------------------------------------------------------
 // Data
 
-// The folder of the compiler that built the program is hidden, and others are looked for in a folder of the test.
-TEST_CASE("without the compiler's headers the newest others are the text", "[program][train_gpt]") {
-    const TempFolder folder;
-    spit(folder / "headers.c", R"(
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <errno.h>
-#include <fcntl.h>
-#include <glob.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/stat.h>
-int glob(const char* pattern, int flags, int (*on_error)(const char*, int), glob_t* found) {
-    int (*real)(const char*, int, int (*)(const char*, int), glob_t*) = dlsym(RTLD_NEXT, "glob");
-    char moved[1000];
-    snprintf(moved, sizeof moved, "%s%s", getenv("ROOT"), pattern);
-    return real(moved, flags, on_error, found);
-}
-int stat(const char* path, struct stat* status) {
-    const size_t n = strlen(path);
-    const int hidden = n > 7 && strcmp(path + n - 7, "/vector") == 0 && !strstr(path, getenv("ROOT"));
-    return hidden ? (errno = ENOENT, -1) : fstatat(AT_FDCWD, path, status, 0);
-}
-)");
-    REQUIRE(run_shell(concat("cc -shared -fPIC -o ", folder / "headers.so ", folder / "headers.c -ldl")).status == 0);
-    const auto run = [&](const std::string& root) {
-        return run_program("train_gpt", kSmall + "--stop-after 1 --out " + (folder / "run"),
-                           concat("env ROOT=", folder / root, " LD_PRELOAD=", folder / "headers.so"));
-    };
-    CHECK(one_line_with(line_of(run("empty")), "there are no C++ headers on this machine to learn from: give a text"));
-    for (const std::string version : {"9", "12", "13-without-vector"}) {
-        const std::string headers = folder / "usr/include/c++/" + version;
-        std::filesystem::create_directories(headers);
-        spit(headers + (version.size() > 2 ? "/list" : "/vector"), made_text(400));
-    }
-    const Outcome found = run("");
-    INFO(found.err);
-    CHECK_THAT(found.out, ContainsSubstring("C++ standard library headers, " + folder.path) &&
-                              ContainsSubstring("/usr/include/c++/12: 1 files"));
-}
-
 TEST_CASE("several sources are mixed, documents and all, and a resumed run goes on with them", "[program][train_gpt]") {
     const TempFolder folder;
     std::filesystem::create_directories(folder / "text");
