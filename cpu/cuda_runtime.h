@@ -286,19 +286,6 @@ static __thread uint3 threadIdx, blockIdx;
 static __thread dim3 blockDim __attribute__((unused)), gridDim __attribute__((unused));
 constexpr int warpSize = 32;
 
-namespace cuda_cpu {
-// {x, y, z}, of which x and y are stored together, because they are loaded together where an index is copied. If each
-// were stored by itself, that load would wait until both are in the cache, and before them all that was stored earlier:
-// 40 ns where a thread has just written a row.
-static inline uint3 make_index(unsigned x, unsigned y, unsigned z) {
-    const uint64_t xy = x | uint64_t{y} << 32;
-    uint3 index;
-    std::memcpy(&index, &xy, sizeof xy);
-    index.z = z;
-    return index;
-}
-}  // namespace cuda_cpu
-
 // ---------------------------------------------------------------------------------------------------------------------
 // What a launch becomes, and what kernels call (cpu/block.cpp, cpu/streams.cpp, cpu/races.cpp)
 
@@ -403,9 +390,11 @@ static void run_threads(const void* kernel_pointer, ThreadLoop& loop) {
     const Kernel kernel = *static_cast<const Kernel*>(kernel_pointer);  // arguments in registers
     unsigned x = loop.x, y = loop.y;
     for (unsigned z = loop.z; z < loop.z_end; ++z) {
+        threadIdx.z = z;
         for (; y < loop.y_end; ++y) {
+            threadIdx.y = y;
             for (; x < loop.x_end; ++x) {
-                threadIdx = make_index(x, y, z);
+                threadIdx.x = x;
                 kernel();
             }
             x = 0;
