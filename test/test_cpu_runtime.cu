@@ -547,6 +547,23 @@ TEST_CASE("CUDA_CPU_GPU shows the properties of a GPU", "[cpu]") {
     }
 }
 
+// Nothing else tells when this is lost: the results are the same, and a step takes up to twice as long.
+TEST_CASE("the loop over threads becomes vector instructions", "[cpu][program]") {
+#if !defined(__x86_64__) || defined(__clang__)
+    SKIP_TEST("needs g++ for x86-64");
+#endif
+    const std::filesystem::path object = program_file("optim/adamw.o"), build = object.parent_path().parent_path();
+    if (build.filename() != "cpu" || !std::filesystem::exists(object)) SKIP_TEST("needs build/cpu/optim/adamw.o");
+    const std::string code = run_shell("objdump -d " + shell_word(object.string())).out;
+    const auto count = [&](const std::string& instruction) {
+        int n = 0;
+        for (size_t at = 0; (at = code.find(instruction, at)) != std::string::npos; ++at) ++n;
+        return n;
+    };
+    INFO(count("sqrtps") << " vectors, " << count("sqrtss") << " single numbers");  // an element of AdamW has one root
+    CHECK(2 * count("sqrtps") > count("sqrtss"));                                   // (without: 4 and 15)
+}
+
 // Run as a process of its own, by the next test: how many devices there are is decided once.
 TEST_CASE("three devices, a thread each", "[.][three_devices]") {
     if (!std::getenv("CUDA_CPU_DEVICES")) return;  // somebody runs the hidden tests too
