@@ -258,10 +258,10 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
     if (bytes == 0) return cudaSuccess;
     if (!is_valid_copy(to, from, bytes, kind)) return remember(cudaErrorInvalidValue);
     if (count_end) count_end();
-    if (runs_at_once(stream)) {
+    const auto copy = [=] {
         if (has_memory(to) && has_memory(from)) std::memmove(to, from, bytes);
-        return cudaSuccess;
-    }
+    };
+    if (runs_at_once(stream)) return copy(), cudaSuccess;
     const Footprint footprint{"cudaMemcpyAsync", place, {{from, bytes, false}, {to, bytes, true}}};
     cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
     cudaStreamIsCapturing(stream, &capturing);
@@ -269,17 +269,14 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
     // runs, and so is all memory when a graph is launched.
     const bool staged = !is_known(from, bytes) && capturing == cudaStreamCaptureStatusNone;
     if (!staged) {
-        const auto copy = [=] {
-            if (has_memory(to) && has_memory(from)) std::memmove(to, from, bytes);
-        };
         if (const cudaError_t error = enqueue(stream, copy, footprint)) return error;
     } else {
         const auto* first = static_cast<const char*>(from);
         const auto staging = std::make_shared<std::vector<char>>(first, first + bytes);
-        const auto copy = [=] {
+        const auto copy_staged = [=] {
             if (has_memory(to)) std::memcpy(to, staging->data(), bytes);
         };
-        if (const cudaError_t error = enqueue(stream, copy, footprint)) return error;
+        if (const cudaError_t error = enqueue(stream, copy_staged, footprint)) return error;
     }
     // To pageable memory: returns when it is done.
     return capturing == cudaStreamCaptureStatusNone && !is_known(to, bytes) ? cudaStreamSynchronize(stream)
@@ -298,13 +295,10 @@ cudaError_t cudaMemsetAsync(void* pointer, int value, size_t bytes, cudaStream_t
     if (bytes == 0) return cudaSuccess;
     if (!is_known(pointer, bytes)) return remember(cudaErrorInvalidValue);
     if (count_end) count_end();
-    if (runs_at_once(stream)) {
-        if (has_memory(pointer)) std::memset(pointer, value, bytes);
-        return cudaSuccess;
-    }
     const auto set = [=] {
         if (has_memory(pointer)) std::memset(pointer, value, bytes);
     };
+    if (runs_at_once(stream)) return set(), cudaSuccess;
     return enqueue(stream, set, {"cudaMemsetAsync", place, {{pointer, bytes, true}}});
 }
 cudaError_t cudaMemset(void* pointer, int value, size_t bytes, Place place) {

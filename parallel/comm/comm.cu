@@ -145,10 +145,9 @@ Tensor Comm::scratch(int slot, DType dtype, int64_t n) {
     Scratch& its = scratch_[slot];
     const int64_t n_words = ceil_div(n * static_cast<int64_t>(dtype_bytes(dtype)), int64_t{sizeof(int32_t)});
     if (counting_) its.n_needed = std::max(its.n_needed, n_words);
-    else
-        check(n_words <= (its.words.exists() ? its.words.n() : 0), transport_->describe(transport_->tag), " needs ", n,
-              " elements of ", dtype_name(dtype),
-              " on their way, more than were counted: name this call in count_memory");
+    else if (n_words > (its.words.exists() ? its.words.n() : 0))
+        fail(transport_->describe(transport_->tag), " needs ", n, " elements of ", dtype_name(dtype),
+             " on their way, more than were counted: name this call in count_memory");
     return make_tensor(counting_ ? nullptr : its.words.data, dtype, {n});
 }
 
