@@ -3,9 +3,9 @@
 // products of bf16 numbers; Arithmetic is what differs between the two (arithmetic.h).
 //
 // Registers. The innermost loop keeps a small block of D in vector registers, 48 x 8 elements with AVX-512, 24 x 4 with
-// AVX2. For each k (every two, where an instruction takes two) it loads one column of A's block (three vectors), and
-// multiplies it with each element of B's row: 24 (12) fused multiply-adds for 3 loads and 8 (4) broadcasts, so that the
-// arithmetic is what takes the time.
+// AVX2, 12 x 8 on Arm. For each k (every two, where an instruction takes two) it loads one column of A's block (three
+// vectors), and multiplies it with each element of B's row: 24 (12) fused multiply-adds for 3 loads and 8 (4)
+// broadcasts, so that the arithmetic is what takes the time.
 //
 // Caches. It reads A and B from copies that lie in the order in which it reads them ("packed"): A as slivers of 48
 // rows, B as slivers of 8 columns, k after k. It takes 384 k's at a time: a sliver of B then fits in the first-level
@@ -41,8 +41,19 @@ namespace cuda_cpu {
 namespace {
 
 // The block in registers, and how many rows of A are packed at a time.
-constexpr int block_vectors = 3, block_rows = block_vectors * width, block_columns = width / 2;
+#if defined(__aarch64__)
+constexpr int block_columns = 8;
+#else
+constexpr int block_columns = width / 2;
+#endif
+constexpr int block_vectors = 3, block_rows = block_vectors * width;
+// A block of one vector of rows, at the end of a matrix, takes two slivers of B where they are narrow: with fewer than
+// eight sums a multiply-add would wait for the one before it.
+constexpr int most_columns = std::min(8, 2 * block_columns);
 constexpr int64_t panel_rows = 4 * block_rows;
+// Words for which the innermost loop is written out. With AVX2 what a loop adds to 12 multiply-adds is a fifth of its
+// instructions. (On a Zen 3, another of whose threads was busy, a step of GPT-2 124M took a tenth less time.)
+constexpr int words_together = width == 8 ? 4 : 1;
 // How many columns of B are packed at a time. (Where columns are neighbours in memory, more of them would be written to
 // more places at the same time than the first-level cache has lines for: slivers lie multiples of 4096 bytes apart.)
 constexpr int64_t group_columns = 8 * block_columns;
@@ -84,28 +95,36 @@ class Ahead {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The innermost loop: `rows` <= vectors * width rows and `columns` columns of D, from one sliver of A and, of B, one
-// sliver or, where it lies in place, columns that begin b_stride after each other. It fetches n_ahead lines.
+// The innermost loop: `rows` <= vectors * width rows and `columns` columns of D, from one sliver of A and, of B, slivers
+// or, where it lies in place, columns that begin b_stride after each other. It fetches n_ahead lines.
 
 template <class Arithmetic, bool b_in_place, int vectors, int columns>
 void multiply_block(const float* __restrict a, const float* __restrict b, int64_t b_stride, int64_t words, float alpha,
                     float beta, float* d, int64_t ld, int64_t rows, Ahead& ahead, int64_t n_ahead) {
-    Ahead lines = ahead;  // in registers
     Vector sums[columns][vectors] = {};
-    const float* b_next = b + 4 * b_stride;  // of columns in place: the second four
-    for (int64_t l = 0; l < words; ++l, a += block_rows, b += b_in_place ? 1 : block_columns, ++b_next) {
-        if (l < n_ahead) lines.fetch();
+    constexpr int near = b_in_place ? 4 : block_columns;  // columns from b on; b_next: the others
+    const int64_t column_stride = b_in_place ? b_stride : 1;
+    const float* b_next = b + (b_in_place ? near : 1) * b_stride;
+    const auto add_word = [&] {
         Vector x[vectors];
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; ++v) x[v] = in_register(load(a + v * width));
 #pragma GCC unroll 8
         for (int j = 0; j < columns; ++j) {
-            const Vector y = broadcast(!b_in_place ? b[j] : j < 4 ? b[j * b_stride] : b_next[(j - 4) * b_stride]);
+            const Vector y = broadcast((j < near ? b : b_next)[j % near * column_stride]);
 #pragma GCC unroll 4
             for (int v = 0; v < vectors; ++v) sums[j][v] = Arithmetic::multiply_add(x[v], y, sums[j][v]);
         }
+        constexpr int step = b_in_place ? 1 : block_columns;
+        a += block_rows, b += step, b_next += step;
+    };
+    if (n_ahead > 0) {
+        Ahead lines = ahead;  // in registers
+        for (int64_t l = 0; l < n_ahead; ++l) lines.fetch(), add_word();
+        ahead = lines;
     }
-    ahead = lines;
+#pragma GCC unroll words_together
+    for (int64_t l = n_ahead; l < words; ++l) add_word();
 #pragma GCC unroll 8
     for (int j = 0; j < columns; ++j) finish_column(sums[j], alpha, beta, d + j * ld, rows);
 }
@@ -113,19 +132,26 @@ void multiply_block(const float* __restrict a, const float* __restrict b, int64_
 // multiply_block for every size of block, [vectors - 1][columns - 1].
 using MultiplyBlock = void (*)(const float*, const float*, int64_t, int64_t, float, float, float*, int64_t, int64_t,
                                Ahead&, int64_t);
+constexpr int columns_of(int64_t vectors) { return vectors == 1 ? most_columns : block_columns; }
+template <class Arithmetic, bool b_in_place, int vectors, int columns>
+constexpr MultiplyBlock block_of_size() {
+    if constexpr (columns <= columns_of(vectors)) return multiply_block<Arithmetic, b_in_place, vectors, columns>;
+    else return nullptr;
+}
 template <class Arithmetic, bool b_in_place, int... i>
 constexpr std::array<MultiplyBlock, sizeof...(i)> all_blocks(std::integer_sequence<int, i...>) {
-    return {multiply_block<Arithmetic, b_in_place, i / block_columns + 1, i % block_columns + 1>...};
+    return {block_of_size<Arithmetic, b_in_place, i / most_columns + 1, i % most_columns + 1>()...};
 }
 template <class Arithmetic, bool b_in_place>
 constexpr auto blocks =
-    all_blocks<Arithmetic, b_in_place>(std::make_integer_sequence<int, block_vectors * block_columns>());
+    all_blocks<Arithmetic, b_in_place>(std::make_integer_sequence<int, block_vectors * most_columns>());
 
 // ---------------------------------------------------------------------------------------------------------------------
 
 // The floats of `space`, for any arithmetic.
 inline int64_t packed_space(int64_t columns, int64_t k) {
-    return std::max((panel_rows + divide_up(columns, width) * width) * std::min(k, panel_k),
+    constexpr int64_t lines = std::max(width, block_columns);
+    return std::max((panel_rows + divide_up(columns, lines) * lines) * std::min(k, panel_k),
                     columns <= most_few_columns ? most_few_columns * k : 0);
 }
 
@@ -147,11 +173,13 @@ void multiply_lines(const float* packed_a, const float* b, int64_t b_stride, int
     const int64_t n_ahead = std::min(divide_up(ahead.n_left(), n_blocks), words);
     for (int64_t j = 0; j < columns; j += block_columns)
         for (int64_t i = 0; i < count; i += block_rows) {
-            const int64_t block_i = std::min<int64_t>(block_rows, count - i);
-            const int64_t block_j = std::min<int64_t>(block_columns, columns - j);
-            blocks<Arithmetic, b_in_place>[size_t((divide_up(block_i, width) - 1) * block_columns + block_j - 1)](
-                packed_a + i * words, b + j * (b_in_place ? b_stride : words), b_stride, words, alpha, beta,
-                d + i + j * ld, ld, block_i, ahead, std::min(n_ahead, ahead.n_left()));
+            const int64_t block_i = std::min<int64_t>(block_rows, count - i), vectors = divide_up(block_i, width);
+            if (j % columns_of(vectors) != 0) continue;  // these columns were multiplied with those before
+            const int64_t block_j = std::min<int64_t>(columns_of(vectors), columns - j);
+            blocks<Arithmetic, b_in_place>[size_t((vectors - 1) * most_columns + block_j - 1)](
+                packed_a + i * words, b + j * (b_in_place ? b_stride : words),
+                b_in_place ? b_stride : words * block_columns, words, alpha, beta, d + i + j * ld, ld, block_i, ahead,
+                std::min(n_ahead, ahead.n_left()));
         }
 }
 
