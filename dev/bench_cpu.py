@@ -17,6 +17,7 @@ In the environment, or after `make bench-cpu`:
     STEPS=8         timed steps of each program in a round, after at least one more; at most 18
     MODEL=          a GPT-2, a preset or a config.json, with batch 4 x 64, instead of the two jobs
     DTYPES=fp32,bf16
+    LIMIT=240       seconds: a program that takes longer is left out from then on (PyTorch in bf16 on a CPU without AVX-512)
 """
 import array
 import json
@@ -50,10 +51,10 @@ def ours(build, job, dtype, steps):
     return float(re.search(r"^step +([0-9.]+) s", out, re.M).group(1))
 
 
-def pytorch(python, config, job, dtype, steps, compiled):
+def pytorch(python, config, job, dtype, steps, compiled, limit):
     _, batch, seq = job
     out = output_of([python, "dev/bench_torch.py", "train", "--config", config, "--batch", str(batch), "--seq", str(seq),
-                     "--dtype", dtype, "--compile", "full" if compiled else "", "--steps", str(steps)])
+                     "--dtype", dtype, "--compile", "full" if compiled else "", "--steps", str(steps)], timeout=limit)
     tokens_per_s = next(line.split("\t")[4] for line in out.splitlines() if line.startswith("train\t"))
     return batch * seq / float(tokens_per_s)
 
@@ -105,7 +106,7 @@ def write_llmc_files(folder, config):
             array.array("H", (generator.randrange(V) for _ in range(n_tokens))).tofile(file)
 
 
-def compare(job, rounds, steps, dtypes, build, python, llmc_folder, work):
+def compare(job, rounds, steps, dtypes, build, python, llmc_folder, limit, work):
     """Runs one job's opponents in turn, and prints their table."""
     config = os.path.join(work, "config.json")
     with open(config, "w", encoding="utf-8") as file:
@@ -117,8 +118,8 @@ def compare(job, rounds, steps, dtypes, build, python, llmc_folder, work):
         if python:
             version = output_of([python, "-c", "import torch; print(torch.__version__)"]).strip()
             who = f"PyTorch {version}, {name}" + ("" if dtype == "fp32" else " autocast")
-            subjects[f"{who}, eager"] = lambda dtype=dtype: pytorch(python, config, job, dtype, steps, False)
-            subjects[f"{who}, torch.compile"] = lambda dtype=dtype: pytorch(python, config, job, dtype, steps, True)
+            subjects[f"{who}, eager"] = lambda dtype=dtype: pytorch(python, config, job, dtype, steps, False, limit)
+            subjects[f"{who}, torch.compile"] = lambda dtype=dtype: pytorch(python, config, job, dtype, steps, True, limit)
     if llmc_folder and (job[1], job[2]) == (BATCH, SEQ):
         folder = os.path.abspath(llmc_folder)
         output_of(["make", "-C", folder, "train_gpt2", "CC=gcc"], env={k: v for k, v in os.environ.items() if "MAKE" not in k})
@@ -128,13 +129,21 @@ def compare(job, rounds, steps, dtypes, build, python, llmc_folder, work):
 
     seconds = {name: [] for name in subjects}
     for r in range(rounds):
-        for name, measure in subjects.items():
+        for name, measure in list(subjects.items()):
             busy = os.getloadavg()[0]
-            seconds[name].append(measure())
+            try:
+                seconds[name].append(measure())
+            except subprocess.TimeoutExpired:
+                del subjects[name]
+                print(f"round {r + 1}: {name}: more than {limit} s, left out from now on (LIMIT=)", file=sys.stderr)
+                continue
             print(f"round {r + 1}: {name}: {seconds[name][-1]:.4f} s a step (load average before it {busy:.1f})", file=sys.stderr)
     print(f"{os.path.basename(job[0])}, batch {job[1]} x {job[2]}; median of {rounds} rounds of {steps} steps, in turn\n")
     print("| | seconds a step | of each round | times ours | of the best rounds |\n| --- | --- | --- | --- | --- |")
     for name, all_rounds in seconds.items():
+        if not all_rounds:
+            print(f"| {name} | more than {limit} s for {steps} steps, with what comes before them | | | |")
+            continue
         # Ours of the same type, or of the type that llm.c has.
         base = seconds.get(f"llm.cu, {DTYPES['bf16'] if ', bf16' in name else DTYPES['fp32']}") or seconds[next(iter(seconds))]
         median = statistics.median(all_rounds)
@@ -149,13 +158,15 @@ def compare(job, rounds, steps, dtypes, build, python, llmc_folder, work):
 def main():
     build = os.path.join(ROOT, sys.argv[1] if len(sys.argv) > 1 else "build/cpu")
     asked = {name: os.environ.get(name, default) for name, default in
-             (("LLM_PYTHON", ""), ("LLMC", ""), ("ROUNDS", "3"), ("STEPS", "8"), ("MODEL", ""), ("DTYPES", "fp32,bf16"))}
+             (("LLM_PYTHON", ""), ("LLMC", ""), ("ROUNDS", "3"), ("STEPS", "8"), ("MODEL", ""), ("DTYPES", "fp32,bf16"),
+              ("LIMIT", "240"))}
     rounds, steps, model = max(1, int(asked["ROUNDS"])), min(18, max(1, int(asked["STEPS"]))), asked["MODEL"]
+    limit = max(1, int(asked["LIMIT"]))
     dtypes = [dtype for dtype in DTYPES if dtype in asked["DTYPES"].split(",")] or ["fp32"]
     jobs = [(os.path.abspath(model) if os.path.exists(model) else model, BATCH, SEQ)] if model else JOBS
     for job in jobs:
         with tempfile.TemporaryDirectory() as work:
-            compare(job, rounds, steps, dtypes, build, asked["LLM_PYTHON"], asked["LLMC"], work)
+            compare(job, rounds, steps, dtypes, build, asked["LLM_PYTHON"], asked["LLMC"], limit, work)
 
 
 if __name__ == "__main__":
