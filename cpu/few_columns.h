@@ -12,8 +12,9 @@
 //
 // A vector's elements are different rows of D, and each sum still runs in ascending k: the bits are sgemm.h's. (The
 // usual kernel, whose vectors run along k and are added up at the end, needs no transpose, but has another order of
-// summation for each width of vectors.) A sum's additions wait for each other. The columns of B, and two squares below
-// each other, have independent sums.
+// summation for each width of vectors.) A sum's additions wait for each other, and yet are fast enough for what comes
+// from memory. (Two squares below each other, for one or two columns, read twice as many rows at the same time: on a
+// Zen 3 they take a sixth longer.)
 //
 // For more columns, up to 16, AVX2 has too few registers for that. There, and for a float32 A with AVX-512, a vector's
 // elements are different columns of D, and no element of A is moved within a register:
@@ -92,65 +93,59 @@ void widen_row(const Rows<T, order>& a, int64_t i, int64_t l, int64_t k, float* 
 
 // Adds the products of a word of `width` rows of A with all columns of B, whose words are b[0], ..., b[columns - 1].
 // With pairs of A, and floats of B, those of the second number come next.
-template <class Arithmetic, int vectors, int columns>
-void add_word(Vector x, const float* b, Vector (&sums)[columns][vectors], int v) {
+template <class Arithmetic, int columns>
+void add_word(Vector x, const float* b, Vector (&sums)[columns]) {
     if constexpr (Arithmetic::terms == Arithmetic::WordsOfB::terms) {
 #pragma GCC unroll 16
-        for (int j = 0; j < columns; ++j) sums[j][v] = Arithmetic::multiply_add(x, broadcast(b[j]), sums[j][v]);
+        for (int j = 0; j < columns; ++j) sums[j] = Arithmetic::multiply_add(x, broadcast(b[j]), sums[j]);
     } else {
-        add_word<Floats>(Arithmetic::first(x), b, sums, v);
-        add_word<Floats>(Arithmetic::second(x), b + columns, sums, v);
+        add_word<Floats>(Arithmetic::first(x), b, sums);
+        add_word<Floats>(Arithmetic::second(x), b + columns, sums);
     }
 }
 
-// Adds k products to the sums of vectors * width rows of A and all columns of B: b[l * columns + j] is word l of
-// column j.
-template <class Arithmetic, int vectors, int columns, class T, Order order>
-void add_products(const Rows<T, order>& a, const float* b, int64_t k, Vector (&total)[columns][vectors]) {
-    const T* rows[vectors * width];
-    for (int i = 0; i < vectors * width; ++i) rows[i] = a.row(i);
-    Vector sums[columns][vectors];
+// Adds k products to the sums of `width` rows of A and all columns of B: b[l * columns + j] is word l of column j.
+template <class Arithmetic, int columns, class T, Order order>
+void add_products(const Rows<T, order>& a, const float* b, int64_t k, Vector (&total)[columns]) {
+    const T* rows[width];
+    for (int i = 0; i < width; ++i) rows[i] = a.row(i);
+    Vector sums[columns];
     std::memcpy(sums, total, sizeof sums);
     using WordsOfB = typename Arithmetic::WordsOfB;
     constexpr int terms = Arithmetic::terms, b_words = columns * terms / WordsOfB::terms;
     int64_t l = 0;
     for (; l + width * terms <= k; l += width * terms, b += width * b_words) {
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; ++v) {
-            Vector x[width];
-            load_transposed<Arithmetic>(x, [&](int i) { return rows[v * width + i] + l; });
+        Vector x[width];
+        load_transposed<Arithmetic>(x, [&](int i) { return rows[i] + l; });
 #pragma GCC unroll 16
-            for (int i = 0; i < width; ++i) {
-                a.fetch(rows[v * width + i] + l, (l * vectors + (v * width + i) * terms) * width);
-                add_word<Arithmetic>(x[i], b + i * b_words, sums, v);
-            }
+        for (int i = 0; i < width; ++i) {
+            a.fetch(rows[i] + l, (l + i * terms) * width);
+            add_word<Arithmetic>(x[i], b + i * b_words, sums);
         }
     }
-    for (; l < k; l += WordsOfB::terms, b += columns)
-        for (int v = 0; v < vectors; ++v) {
-            Vector x;
-            for (int i = 0; i < width; ++i) x[i] = WordsOfB::word(rows[v * width + i] + l, k - l);
-            add_word<WordsOfB>(x, b, sums, v);
-        }
+    for (; l < k; l += WordsOfB::terms, b += columns) {
+        Vector x;
+        for (int i = 0; i < width; ++i) x[i] = WordsOfB::word(rows[i] + l, k - l);
+        add_word<WordsOfB>(x, b, sums);
+    }
     std::memcpy(total, sums, sizeof sums);
 }
 
 // The same for types that no vector is loaded from: some k's at a time are widened to a copy that stays in the cache.
-template <class Arithmetic, int vectors, int columns, class T, Order order>
+template <class Arithmetic, int columns, class T, Order order>
 requires(!requires(const T* from) {
     Arithmetic::words(from);
-}) void add_products(const Rows<T, order>& a, const float* b, int64_t k, Vector (&sums)[columns][vectors]) {
+}) void add_products(const Rows<T, order>& a, const float* b, int64_t k, Vector (&sums)[columns]) {
     constexpr int64_t part = 128;
-    alignas(64) float wide[vectors * width][part];
+    alignas(64) float wide[width][part];
     for (int64_t l = 0; l < k; l += part) {
         const int64_t length = std::min(part, k - l);
-        for (int i = 0; i < vectors * width; ++i) {
+        for (int i = 0; i < width; ++i) {
             widen_row(a, i, l, length, wide[i]);
-            for (int64_t j = 0; j < length; j += 64 / sizeof(T))
-                a.fetch(a.row(i) + l + j, l * vectors * width + i * length + j);
+            for (int64_t j = 0; j < length; j += 64 / sizeof(T)) a.fetch(a.row(i) + l + j, l * width + i * length + j);
         }
-        add_products<Arithmetic, vectors, columns>(Rows<float, order>{wide[0], part, vectors * width, part, wide[0]},
-                                                   b + l * columns, length, sums);
+        add_products<Arithmetic, columns>(Rows<float, order>{wide[0], part, width, part, wide[0]}, b + l * columns,
+                                          length, sums);
     }
 }
 
@@ -158,15 +153,15 @@ requires(!requires(const T* from) {
 template <class Arithmetic, int padded, Order order, class T>
 void multiply_transposed(const T* a, int64_t row_stride, int64_t rows, const float* b, int64_t columns, int64_t k,
                          float alpha, float beta, float* d, int64_t ld) {
-    constexpr int vectors = padded <= 2 && width < 16 ? 2 : 1;  // one square of AVX-512 is enough to do at a time
-    for_parts<order>(
-        a, row_stride, rows, k, vectors * width, [&](const Rows<T, order>& part, int64_t row, int64_t first_k) {
-            Vector sums[padded][vectors] = {};
-            add_products<Arithmetic, vectors, padded>(part, b + first_k / Arithmetic::WordsOfB::terms * padded,
-                                                      std::min(panel_k, part.k_left), sums);
-            for (int64_t j = 0; j < columns; ++j)
-                finish_column(sums[j], alpha, first_k == 0 ? beta : 1.0f, d + row + j * ld, part.count);
-        });
+    for_parts<order>(a, row_stride, rows, k, width, [&](const Rows<T, order>& part, int64_t row, int64_t first_k) {
+        Vector sums[padded] = {};
+        add_products<Arithmetic, padded>(part, b + first_k / Arithmetic::WordsOfB::terms * padded,
+                                         std::min(panel_k, part.k_left), sums);
+        for (int64_t j = 0; j < columns; ++j) {
+            const Vector column[] = {sums[j]};
+            finish_column(column, alpha, first_k == 0 ? beta : 1.0f, d + row + j * ld, part.count);
+        }
+    });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
