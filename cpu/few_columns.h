@@ -276,7 +276,8 @@ void multiply_fetching(const Matrix& a, const Matrix& b, int64_t rows, int64_t c
 template <class Arithmetic>
 void multiply_few_columns(const Matrix& a, const Matrix& b, int64_t rows, int64_t columns, int64_t k, float alpha,
                           float beta, float* d, int64_t ld, float* space) {
-    const auto multiply = best_order(a.row_stride != k) == Order::memory
+    const bool little_arithmetic = a.type == CUDA_R_32F && columns <= 4;
+    const auto multiply = best_order(a.row_stride != k, little_arithmetic) == Order::memory
                               ? multiply_fetching<Arithmetic, Order::memory>
                               : multiply_fetching<Arithmetic, Order::multiplication>;
     multiply(a, b, rows, columns, k, alpha, beta, d, ld, space);
