@@ -189,6 +189,8 @@ void check_server(const ServerOptions& s) {
     check(s.max_waiting >= 0 && s.max_body >= 1 && s.client_timeout > 0 && s.request_timeout > 0,
           "--max-waiting must not be negative, and --max-body, --client-timeout and --request-timeout be positive");
     check(s.max_waiting <= kMost, "--max-waiting can be at most ", kMost);
+    // Whole seconds of it are in the header Keep-Alive.
+    check(s.client_timeout <= 1e9, "--client-timeout can be at most 1e9 seconds");
     const auto is_printed = [](char c) { return c > ' ' && c <= '~'; };
     check(std::ranges::all_of(s.api_key, is_printed),
           "--api-key: give printable ASCII characters without spaces: clients cannot send others");

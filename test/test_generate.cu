@@ -519,7 +519,8 @@ TEST_CASE("generate refuses in one line what cannot be", "[generate][program]") 
         {"--serve --api-key ''", "--api-key is empty"},
         {"--serve --api-key 'x '", "--api-key: give printable ASCII characters"},
         {"--prompt a --draft ''", "--draft is empty"},
-        {"--serve --max-waiting 9e18", "--max-waiting can be at most 1048576"}};
+        {"--serve --max-waiting 9e18", "--max-waiting can be at most 1048576"},
+        {"--serve --client-timeout 1e19", "--client-timeout can be at most 1e9 seconds"}};
     for (const auto& [arguments, words] : wrong) {
         const Outcome outcome = generate(arguments);
         INFO(arguments);
