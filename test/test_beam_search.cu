@@ -140,6 +140,14 @@ TEST_CASE("beam search: each beam says which one it continues; what is refused",
     BeamSearch equal({.n_beams = 1, .max_tokens = 3, .stop_tokens = {9}});
     equal.step(std::vector<std::vector<TokenLogprob>>{{{9, -1.0f}, {1, -1.0f}}});
     CHECK(equal.beams().empty());
+    // With a length penalty below 0 a beam loses by each token: the best that it can become is an answer of its length.
+    BeamSearch shorter(
+        {.n_beams = 2, .length_penalty = -2, .max_tokens = 5, .stop_tokens = {9}, .early_stopping = Early::never});
+    shorter.step(std::vector<std::vector<TokenLogprob>>{{{1, -0.5f}, {9, -1.0f}, {2, -3.0f}}});
+    shorter.step(std::vector<std::vector<TokenLogprob>>{{{3, -0.125f}, {9, -2.0f}}, {{4, -1.0f}}});
+    REQUIRE(shorter.answers().size() == 2);
+    CHECK(shorter.answers()[1].score == -10);  // (-0.5 - 2) * 2^2, which -0.625 * 2^2 is above, and -0.625 * 5^2 below
+    CHECK(shorter.beams().size() == 2);
     CHECK(BeamSearch({.n_beams = 2, .stop_tokens = {7, 8, 9}}).n_tokens() == 8);
     CHECK_THROWS_WITH(BeamSearch({.n_beams = 0}), ContainsSubstring("n_beams is 0; it must be at least 1"));
     CHECK_THROWS_WITH(BeamSearch({.n_beams = 33}), ContainsSubstring("66 most probable tokens, and at most 64"));
