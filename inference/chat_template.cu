@@ -265,7 +265,7 @@ const std::vector<Signs>& all_signs() {
         {"qwen3-thinking", {chatml, lines_cut, thinks, "reasoning_content"}, {"trim", "bos_token"}},
         {"qwen3",
          {chatml, lines_cut, "<|im_start|>assistant\n'", "reasoning_content"},
-         {"trim", "bos_token", thinks, "'<think>\n\n'"}},
+         {"trim", "bos_token", "'<think>\n\n'"}},
         {"chatml", {chatml}, {"think", "trim", "bos_token", "!= 'system'", "system_message"}},
         {"llama3.1", {llama3, "Cutting Knowledge Date: December 2023\n", "Today Date: ", "trim"}, {"<|image|>"}},
         {"llama3", {llama3 + "' + ", "trim"}, {llama3 + "system", "tools"}},

@@ -4,6 +4,7 @@
 #include "temp_folder.h"
 #include "test.h"
 
+#include <map>
 #include <set>
 
 namespace {
@@ -65,6 +66,7 @@ TEST_CASE("A folder's chat template is recognised by what its description mentio
     const std::string system_first = "{% if loop.first and system_message is defined %}";
     const std::pair<std::string, std::string> descriptions[] = {
         {"chatml", chatml_and("{{ '<|im_start|>system\\n' + messages[0].content }}" + ask)},
+        {"chatml", chatml_and("{{ '<|im_start|>system\\n{}<|im_end|>\\n'.format(messages[0].content) }}" + ask)},
         {"qwen2", chatml_and("{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}")},
         {"qwen", chatml_and("{{ '<|im_start|>system\\nYou are Qwen, created by Alibaba Cloud. You are a helpful "
                             "assistant.<|im_end|>\\n' }}")},
@@ -98,7 +100,7 @@ TEST_CASE("A folder's chat template is recognised by what its description mentio
     spit(folder / "chat_template.jinja", chatml_and("") + "\n");
     CHECK(form_in(folder) == "chatml");  // also the last line end, behind an expression
 
-    const std::string unknown[] = {
+    std::vector<std::string> unknown = {
         "{{ '<start_of_turn>' + m.role }}",                                               // Gemma
         "{{ '<|im_start|>' + m.role + '<|im_sep|>' + m.content + '<|im_end|>' }}",        // Phi-4
         chatml_and("{% if messages[0]['role'] != 'system' %}{{ 'You are a parrot.' }}"),  // a system message of its own
@@ -109,6 +111,7 @@ TEST_CASE("A folder's chat template is recognised by what its description mentio
                    "{% if m %}{{ '<think>\\n\\n</think>\\n\\n' }}{% else %}{{ '<think>\\n\\n' }}"),  // Axolotl's Qwen 3
         chatml_and("{{ m.content | trim }}" + reasoning + ask),                                      // Qwen 3.5
         header + "{{ '<|start_header_id|>system<|end_header_id|>' + tools }}",
+        header + "{{ '<|start_header_id|>system<|end_header_id|>' }}",
         dated + "{{ tools }}{{ '<|image|>' }}",                               // LLaMA 3.2 Vision
         "{{ message['content'] + '\\n\\n' }}{{ '<｜User｜>' + m.content }}",  // DeepSeek-V2
         // DeepSeek-V2.5: eight blanks before its system message
@@ -119,6 +122,30 @@ TEST_CASE("A folder's chat template is recognised by what its description mentio
         "\n" + chatml_and(""),  // Unsloth's Yi: a line end before all
         "{% for m in messages %}\n  " + chatml_and("{% endfor %}"),
         "{% for m in messages %}" + chatml_and("\n{% endfor %}")};
+    // Forms with something more, and without something.
+    const auto described = [&](const std::string& form) {
+        return std::ranges::find(descriptions, form, [](const auto& one) { return one.first; })->second;
+    };
+    for (const auto& [form, words] :
+         std::map<std::string, std::vector<std::string>>{{"chatml", {"think", "trim", "bos_token", "system_message"}},
+                                                         {"qwen", {"think", "bos_token"}},
+                                                         {"qwen2", {"think", "bos_token"}},
+                                                         {"qwen3", {"bos_token"}},
+                                                         {"qwen3-thinking", {"trim", "bos_token"}},
+                                                         {"qwq", {"trim", "bos_token"}},
+                                                         {"deepseek", {"think"}},
+                                                         {"mistral-v0", {"system"}},
+                                                         {"mistral-nemo", {"trim"}}})
+        for (const std::string& word : words) unknown.push_back(described(form) + "{{ " + word + " }}");
+    for (const auto& [form, word] : std::map<std::string, std::string>{{"llama3", " | trim"},
+                                                                       {"llama3.1", " | trim"},
+                                                                       {"deepseek-r1", ".split('</think>')[-1]"},
+                                                                       {"mistral-v1", "loop.first and "},
+                                                                       {"mistral", "|trim"},
+                                                                       {"mistral-nemo", "loop.last and "}}) {
+        unknown.push_back(described(form));
+        unknown.back().erase(unknown.back().find(word), word.size());
+    }
     for (const std::string& description : unknown) {
         INFO(description);
         spit(folder / "chat_template.jinja", description);
