@@ -109,7 +109,6 @@ void read_ends(Fields& fields, const ServedModel& served, bool chat, TextRequest
     if (request.n < 1 || request.n > most)
         refuse("n", concat(request.n, " answers: ask for 1 to ", most, " (--max-sequences, --step-tokens)"));
     if (const Json::Value* stop = fields.find("stop")) {
-        request.stop.clear();
         if (stop->isString()) request.stop = {stop->asString()};
         else if (!read_value(*stop, request.stop)) Fields::wrong_type("stop", *stop, "a string or a list of strings");
         if (std::find(request.stop.begin(), request.stop.end(), "") != request.stop.end())
@@ -123,7 +122,7 @@ void read_ends(Fields& fields, const ServedModel& served, bool chat, TextRequest
         stops.insert(stops.end(), served.model.stop_tokens.begin(), served.model.stop_tokens.end());
 }
 
-void check_length(const ServedModel& served, TextRequest& request, const std::string& length, const char* field) {
+void check_length(const ServedModel& served, const TextRequest& request, const std::string& length, const char* field) {
     const int64_t longest = served.model.engine->options().scheduler.max_length, prompt_n = std::ssize(request.prompt);
     const int64_t room = longest - prompt_n;
     if (prompt_n == 0) refuse(field, concat("\"", field, "\" has no token: give at least one"));
@@ -137,7 +136,6 @@ void check_length(const ServedModel& served, TextRequest& request, const std::st
                concat("the prompt has ", prompt_n, " tokens, and the answer is to have ", request.max_tokens,
                       ": the model has room for ", longest),
                "context_length_exceeded");
-    request.max_tokens = std::min(request.max_tokens, room);
 }
 
 std::string text_of(const Json::Value& content, const std::string& field) {
@@ -288,6 +286,6 @@ ApiRequest read_api_request(const ServedModel& served, bool chat, const std::str
         const std::string message = error.what();
         refuse(message.substr(0, message.find(' ')), message);
     }
-    for (TextRequest& one : api.requests) check_length(served, one, length, chat ? "messages" : "prompt");
+    for (const TextRequest& one : api.requests) check_length(served, one, length, chat ? "messages" : "prompt");
     return api;
 }

@@ -188,6 +188,7 @@ TEST_CASE("the server answers as OpenAI's interface", "[program][server]") {
     const Server server("--tokens 30 --logprobs 1 --draft " + model_folder());
     const std::string name = ask(server, http("GET", "/v1/models")).object()["data"][0]["id"].asString();
     CHECK(name == model_folder());
+    CHECK(ask(server, http("GET", "/v1/models")).object()["data"][0]["max_model_len"] == 4000);
     CHECK(ask(server, http("GET", "/health")).status == 200);
     CHECK(ask(server, http("GET", "/")).body.find("<!doctype html>") == 0);
 
@@ -206,12 +207,16 @@ TEST_CASE("the server answers as OpenAI's interface", "[program][server]") {
     CHECK(metric(server, "llm_time_to_first_token_seconds_count") == 1);
     CHECK(metric(server, "llm_time_per_token_seconds_count") == 19);
     const json answer = whole.object();
+    json of_other = request;
+    of_other["model"] = "gpt-9";
+    CHECK(complete(server, of_other).object()["error"]["code"] == "model_not_found");
     CHECK(answer["object"] == "text_completion");
     CHECK(answer["usage"] == value({{"prompt_tokens", 6}, {"completion_tokens", 20}, {"total_tokens", 26}}));
     CHECK(answer["choices"][0]["finish_reason"] == "length");
     CHECK(answer["choices"][0]["logprobs"].isNull());
     const std::string text = answer["choices"][0]["text"].asString();
     CHECK(complete(server, request).object()["choices"][0]["text"] == text);  // the same seed
+    CHECK(as<std::string>(answer["id"]).starts_with("cmpl-"));
 
     SECTION("a stream has the same text in pieces") {
         json streamed = request;
@@ -221,6 +226,7 @@ TEST_CASE("the server answers as OpenAI's interface", "[program][server]") {
         REQUIRE(all.size() > 3);
         for (size_t i = 0; i + 1 < all.size(); ++i) pieces += all[i]["choices"][0]["text"].asString();
         CHECK(pieces == text);
+        for (const json& event : all) CHECK(event["id"] == all[0]["id"]);
         CHECK(all[all.size() - 2]["choices"][0]["finish_reason"] == "length");
         CHECK((all[0].isMember("usage") && all[0]["usage"].isNull()));
         CHECK(all.back()["choices"].empty());
@@ -236,6 +242,9 @@ TEST_CASE("the server answers as OpenAI's interface", "[program][server]") {
         json ids = request;
         ids["prompt"] = value(std::vector<int>{'L', 'i', 'n', 'e', ' ', '7'});
         CHECK(complete(server, ids).object()["choices"][0]["text"] == text);
+        ids["seed"] = 6;
+        CHECK(complete(server, ids).object()["choices"][0]["text"] != text);
+        ids["seed"] = 5;
         ids["prompt"] = value(std::vector{"Line 8", "Line 7"}), ids["n"] = 3, ids["echo"] = true;
         ids["logprobs"] = json();  // null is as if it were not there
         const json many = complete(server, ids).object(), choices = many["choices"];
@@ -275,8 +284,14 @@ TEST_CASE("the server answers as OpenAI's interface", "[program][server]") {
                                     {"temperature", 0},
                                     {"max_tokens", 4},
                                     {"ignore_eos", true}});
-        const json content = chat(server, message).object()["choices"][0]["logprobs"]["content"];
+        const json answered = chat(server, message).object()["choices"][0];
+        const json content = answered["logprobs"]["content"];
         REQUIRE(content.size() == 4);
+        std::string said;
+        for (const json& token : content)
+            for (const json& byte : token["bytes"]) said += static_cast<char>(as<int>(byte));
+        CHECK(said == as<std::string>(answered["message"]["content"]));
+        CHECK(as<double>(content[0]["top_logprobs"][1]["logprob"]) < as<double>(content[0]["logprob"]));
         CHECK(content[0]["top_logprobs"].size() == 2);
         CHECK(content[0]["top_logprobs"][0]["bytes"] == content[0]["bytes"]);  // greedy: the most probable one
         CHECK(content[0]["top_logprobs"][0]["logprob"] == content[0]["logprob"]);
@@ -319,24 +334,34 @@ TEST_CASE("the server answers as OpenAI's interface", "[program][server]") {
         }
     }
     SECTION("a conversation, whole and as a stream; a stop text") {
-        const JsonText part = {{"type", "text"}, {"text", "Hello"}},
+        const JsonText part = {{"type", "text"}, {"text", "Hel"}}, rest = {{"type", "text"}, {"text", "lo"}},
                        brief = {{"role", "system"}, {"content", "Be brief."}},
-                       hello = {{"role", "user"}, {"content", JsonText::array({part})}};
+                       hello = {{"role", "user"}, {"content", JsonText::array({part, rest})}};
         json message = value(
             {{"messages", JsonText::array({brief, hello})}, {"seed", 1}, {"max_tokens", 25}, {"ignore_eos", true}});
         const json first = chat(server, message).object();
         CHECK(first["object"] == "chat.completion");
+        CHECK(as<std::string>(first["id"]).starts_with("chatcmpl-"));
         CHECK(first["choices"][0]["message"]["role"] == "assistant");
         const std::string said = first["choices"][0]["message"]["content"].asString();
         message["messages"][0]["role"] = "developer";  // OpenAI's newer name of the system
+        message["messages"][1]["content"] = "Hello";   // in one part
         CHECK(chat(server, message).object()["choices"][0]["message"]["content"] == said);
         message["stream"] = true;
         std::string pieces;
+        json reason;
+        bool begun = false;
         for (const json& event : events(chat(server, message))) {
             CHECK(event["object"] == "chat.completion.chunk");
             CHECK_FALSE(event.isMember("usage"));
-            pieces += event["choices"][0]["delta"]["content"].asString();
+            const json& choice = event["choices"][0];
+            CHECK(choice["delta"]["role"] == (begun ? json() : json("assistant")));
+            begun = true;
+            pieces += choice["delta"]["content"].asString();
+            CHECK(reason.isNull());
+            reason = choice["finish_reason"];
         }
+        CHECK(reason == "length");
         CHECK(pieces == said);
         json stopping = request;
         stopping["stop"] = value(std::vector<std::string>{text.substr(10, 3), "not there"});
@@ -351,8 +376,30 @@ TEST_CASE("the server answers as OpenAI's interface", "[program][server]") {
         const JsonText hello = {{"role", "user"}, {"content", "Hello"}};
         const json without = value({{"messages", JsonText::array({hello})}, {"max_tokens", 1}, {"logprobs", false}});
         CHECK(chat(server, without).object()["choices"][0]["logprobs"].isNull());
+        json with = without;
+        with.removeMember("logprobs");
+        CHECK(chat(server, with).object()["choices"][0]["logprobs"]["content"][0]["top_logprobs"].size() == 1);
         const auto random = [&] { return complete(server, value({{"prompt", "a"}})).object()["choices"][0]["text"]; };
         CHECK(random() != random());  // without a seed each has another one
+    }
+    SECTION("the most that there is room for, and one more") {
+        json most = value({{"prompt", std::string(3999, 'a')}, {"max_tokens", 1}, {"logprobs", -1}});
+        CHECK(complete(server, most).status == 200);
+        const auto too_long = [&](const char* field) {
+            const json error = complete(server, most).object()["error"];
+            CHECK(error["code"] == "context_length_exceeded");
+            CHECK(error["param"] == field);
+        };
+        most["max_tokens"] = 2;
+        too_long("max_tokens");
+        most.removeMember("max_tokens");  // 30, as the flag says: as many as there is room for
+        CHECK(complete(server, most).object()["usage"]["completion_tokens"] == 1);
+        most["prompt"] = value(std::vector{std::string("a"), std::string(4000, 'a')});
+        too_long("prompt");
+        const JsonText hello = {{"role", "user"}, {"content", "Hello"}};
+        const json tops = value(
+            {{"messages", JsonText::array({hello})}, {"max_tokens", 1}, {"logprobs", true}, {"top_logprobs", 20}});
+        CHECK(chat(server, tops).object()["choices"][0]["logprobs"]["content"][0]["top_logprobs"].size() == 20);
     }
 }
 
@@ -380,7 +427,8 @@ TEST_CASE("a message ends where its template says, whatever ends the request nam
     CHECK(written("255", "ignore_eos", true) == "<|im_end|><|im_end|><|im_end|>, length");
     CHECK(written("255", "stop", value(std::vector{"y"})) == ", stop");
     CHECK(written("120", "stop", json()) == ", stop");  // "x", as the flags say
-    CHECK(written("120", "stop", value(std::vector{"y"})) == "xxx, length");
+    for (const json& other : {json("y"), value(std::vector{"y"})})
+        CHECK(written("120", "stop", other) == "xxx, length");
     json echo = value({{"prompt", std::vector<int>{'a', 254, 'b'}}, {"logit_bias", {{"254", 100}}}, {"echo", true}});
     echo["max_tokens"] = 1;
     CHECK(complete(server, echo).object()["choices"][0]["text"] == "ab");
@@ -425,6 +473,7 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
         const json error = reply.object()["error"];
         CHECK(as<std::string>(error["message"]).find(words) != std::string::npos);
         CHECK(error["param"] == param);
+        CHECK(error["type"] == (status >= 500 ? "server_error" : "invalid_request_error"));
         CHECK(reply.head.find("Connection: close") != std::string::npos);
     };
     refused(post("{\"prompt\": "), 400, "the body: not valid JSON at line 1, column 1");
@@ -433,11 +482,14 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     refused(post("{}"), 400, "\"prompt\" is missing", "prompt");
     refused(post(R"({"prompt": {"a": 1}})"), 400, "expected a string, a list of strings", "prompt");
     refused(post(R"({"prompt": ""})"), 400, "no token", "prompt");
-    refused(post(R"({"prompt": [1, 1000]})"), 400, "the token 1000", "prompt");
+    for (const char* const token : {"-1", "256"})
+        refused(post(concat(R"({"prompt": [1, )", token, "]}")), 400, concat("the token ", token), "prompt");
     refused(post(R"({"prompt": "a", "temperature": "hot"})"), 400, "\"temperature\" is \"hot\": expected a number",
             "temperature");
     refused(post(R"({"prompt": "a", "temperature": -1})"), 400, "temperature is -1", "temperature");
     refused(post(R"({"prompt": "a", "top_k": -1})"), 400, "top_k is -1", "top_k");
+    for (const char* const field : {"top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"})
+        refused(post(concat(R"({"prompt": "a", ")", field, R"(": 101})")), 400, concat(field, " is 101"), field);
     refused(post(R"({"prompt": "a", "max_tokens": 1.5})"), 400, "expected a whole number", "max_tokens");
     refused(post(R"({"prompt": "a", "max_tokens": 99999999999999999999})"), 400, "a whole number of at most 64 bits",
             "max_tokens");
@@ -451,11 +503,12 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     refused(post("{\"n\": 2, \"prompt\": [" + prompts + "]}"), 400, "send at most 285", "prompt");  // 35 at a time
     prompts.resize(prompts.size() - 4);  // 320, and the next error
     refused(post("{\"temperature\": -1, \"prompt\": [" + prompts + "]}"), 400, "temperature is -1", "temperature");
+    std::string stops = "\"x\"";  // of 33 bytes each, with the string itself
+    for (int i = 1; i < 70; ++i) stops += ",\"x\"";
     const std::string stop = ", \"max_tokens\": 1, \"stop\": \"" + std::string(900, 'x') + "\"}";  // each keeps its own
     CHECK(post("{\"prompt\": [[1], [2]]" + stop).status == 200);
+    CHECK(post("{\"prompt\": [[1]], \"max_tokens\": 1, \"stop\": [" + stops + "]}").status == 200);
     refused(post("{\"prompt\": [[1], [2], [3]]" + stop), 400, "together more than 2000 (--max-body)", "prompt");
-    std::string stops = "\"x\"";  // of 33 bytes each, with the string itself
-    for (int i = 1; i < 40; ++i) stops += ",\"x\"";
     refused(post(R"({"prompt": [[1], [2]], "stop": [)" + stops + "]}"), 400, "together more than 2000", "prompt");
     refused(post(R"({"prompt": [[1], [2]], "logit_bias": {)" + biases + "}}"), 400, "together more than 2000",
             "prompt");
@@ -463,6 +516,10 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     CHECK(post(R"({"prompt": "a", "max_tokens": 1, "n": 2, "best_of": 2})").status == 200);
     refused(post(R"({"prompt": "a", "n": 2, "best_of": 3})"), 400, "this server knows only 2", "best_of");
     refused(post(R"({"prompt": "a", "temprature": 1})"), 400, "no such field", "temprature");
+    refused(post(R"({"prompt": "a", "max_completion_tokens": 1})"), 400, "no such field", "max_completion_tokens");
+    refused(post(R"({"prompt": "a", "stream": true, "stream_options": {"usage": true}})"), 400, "no such field",
+            "usage");
+    refused(post(R"({"prompt": "a", "suffix": "b"})"), 400, "knows only \"\"", "suffix");
     refused(post(R"({"prompt": "a", "\u0000": 1})"), 400, "\"\\u0000\": this server has no such field",
             std::string(1, '\0'));
     refused(post(R"({"prompt": "a", "model": "a\u0000"})"), 404, "no model \"a\\u0000\"", "model");
@@ -495,8 +552,18 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
         refused(post(concat(R"({"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": )", most, "}"),
                      "", talk),
                 400, "tokens", "max_completion_tokens");
-    refused(post(R"({"messages": [{"role": "user", "content": "a"}], "tools": [{}]})", "", talk), 400, "tools",
-            "tools");
+    refused(post(R"({"messages": []})", "", talk), 400, "a list of messages", "messages");
+    const std::string message = R"({"messages": [{"role": "user", "content": "a"}], )";
+    CHECK(post(message + R"("max_tokens": 1, "response_format": {"type": "text"}, "modalities": ["text"], "tools": [],
+                            "tool_choice": "none"})",
+               "", talk)
+              .status == 200);
+    for (const auto& [field, other] :
+         std::map<std::string, std::string>{{"tools", "[{}]"},
+                                            {"tool_choice", "\"auto\""},
+                                            {"modalities", "[\"audio\"]"},
+                                            {"response_format", "{\"type\": \"json_object\"}"}})
+        refused(post(concat(message, "\"", field, "\": ", other, "}"), "", talk), 400, "this server knows only", field);
 
     refused(ask(server, http("POST", "/v1/completions", "{}")), 401, "key");
     for (const char* const other : {"secreT", "secre", "secretsecret", ""})
@@ -627,6 +694,11 @@ TEST_CASE("a client that goes away frees its pages; too many clients are refused
         REQUIRE(engine["requests"].size() == 1);
         CHECK(engine["requests"][0]["state"] == "answers");
         CHECK(engine["requests"][0]["max_tokens"] == 3900);
+        CHECK(engine["requests"][0]["prompt_tokens"] == 8);
+        const int64_t answer_n = as<int64_t>(engine["requests"][0]["answer_tokens"]);
+        CHECK((answer_n > 0 && as<int64_t>(engine["answer_tokens"]) > answer_n));  // with those of the requests before
+        CHECK(engine["requests"][0]["computed_tokens"] == 8 + answer_n - 1);       // the last token is not computed yet
+        CHECK((engine["running"] == 1 && engine["waiting"] == 0 && engine["pages_all"] == 400));
         int64_t pages = 0;
         for (const json& run : engine["pages"])
             pages += run[0] == engine["requests"][0]["id"] ? as<int64_t>(run[2]) : 0;
@@ -635,6 +707,7 @@ TEST_CASE("a client that goes away frees its pages; too many clients are refused
         for (const json& run : engine["pages"]) kept += run[0] == -1 ? as<int64_t>(run[2]) : 0;
         CHECK(kept > 0);
         CHECK(engine["pages_kept"] == kept);
+        CHECK(as<int64_t>(engine["pages_free"]) == 400 - kept - pages);
         client.leave();
         CHECK(becomes(server, "llm_running", 0));
         CHECK(metric(server, "llm_pages_used") == 0);
@@ -669,16 +742,22 @@ TEST_CASE("a client that goes away frees its pages; too many clients are refused
         CHECK(becomes(server, "llm_running", 0));
     }
 
-    json two = kLong;  // answers: one request has all places
-    two["n"] = 2, two["max_tokens"] = 2900;
+    json two = kLong;                                                             // answers: one request has all places
+    two["n"] = 2, two["max_tokens"] = 2900, two["prompt"] = "for ever and ever";  // its first page is shared
     Client first(server, http("POST", "/v1/completions", dumped(two)));
     first.read_until("data: ");
     Client second(server, http("POST", "/v1/completions", dumped(two)));
     CHECK(becomes(server, "llm_waiting", 1));
+    const json engine = ask(server, http("GET", "/engine")).object();
+    CHECK((engine["running"] == 1 && engine["waiting"] == 1 && engine["pages_shared"] == 1));
+    int64_t shared = 0;
+    for (const json& run : engine["pages"]) shared += as<int64_t>(run[1]) * as<int64_t>(run[2]);
+    CHECK(shared == 1);
     const Reply third = complete(server, two);
     CHECK(third.status == 429);
     CHECK(third.head.find("Retry-After: 1") != std::string::npos);
     CHECK(third.object()["error"]["code"] == "rate_limit_exceeded");
+    CHECK(third.object()["error"]["type"] == "rate_limit_error");
     first.leave();
     CHECK(second.read_until("data: ").find("data: ") != std::string::npos);  // it is the second one's turn
 }
