@@ -95,8 +95,8 @@ class Ahead {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The innermost loop: `rows` <= vectors * width rows and `columns` columns of D, from one sliver of A and, of B, slivers
-// or, where it lies in place, columns that begin b_stride after each other. It fetches n_ahead lines.
+// The innermost loop: `rows` <= vectors * width rows and `columns` columns of D, from one sliver of A and, of B, from
+// columns in place or from slivers, which begin b_stride after each other. It fetches n_ahead lines.
 
 template <class Arithmetic, bool b_in_place, int vectors, int columns>
 void multiply_block(const float* __restrict a, const float* __restrict b, int64_t b_stride, int64_t words, float alpha,
