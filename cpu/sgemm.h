@@ -96,7 +96,7 @@ class Ahead {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The innermost loop: `rows` <= vectors * width rows and `columns` columns of D, from one sliver of A and, of B, from
-// columns in place or from slivers, which begin b_stride after each other. It fetches n_ahead lines.
+// columns in place, which begin b_stride after each other, or from slivers of b_stride words. It fetches n_ahead lines.
 
 template <class Arithmetic, bool b_in_place, int vectors, int columns>
 void multiply_block(const float* __restrict a, const float* __restrict b, int64_t b_stride, int64_t words, float alpha,
@@ -104,7 +104,7 @@ void multiply_block(const float* __restrict a, const float* __restrict b, int64_
     Vector sums[columns][vectors] = {};
     constexpr int near = b_in_place ? 4 : block_columns;  // columns from b on; b_next: the others
     const int64_t column_stride = b_in_place ? b_stride : 1;
-    const float* b_next = b + (b_in_place ? near : 1) * b_stride;
+    const float* b_next = b + near * b_stride;
     const auto add_word = [&] {
         Vector x[vectors];
 #pragma GCC unroll 4
@@ -164,8 +164,8 @@ inline Ahead next_part(const Matrix& a, int64_t rows, int64_t k, int64_t first_r
             order};
 }
 
-// count x columns elements of D, from `words` words of packed lines of A, and of lines of B that are packed, or begin
-// b_stride after each other. `ahead` is fetched on the way.
+// count x columns elements of D, from `words` words of packed lines of A, and of lines of B that begin b_stride after
+// each other, or are packed: b_stride is `words` then. `ahead` is fetched on the way.
 template <class Arithmetic, bool b_in_place>
 void multiply_lines(const float* packed_a, const float* b, int64_t b_stride, int64_t words, float alpha, float beta,
                     float* d, int64_t ld, int64_t count, int64_t columns, Ahead ahead) {
@@ -177,9 +177,8 @@ void multiply_lines(const float* packed_a, const float* b, int64_t b_stride, int
             if (j % columns_of(vectors) != 0) continue;  // these columns were multiplied with those before
             const int64_t block_j = std::min<int64_t>(columns_of(vectors), columns - j);
             blocks<Arithmetic, b_in_place>[size_t((vectors - 1) * most_columns + block_j - 1)](
-                packed_a + i * words, b + j * (b_in_place ? b_stride : words),
-                b_in_place ? b_stride : words * block_columns, words, alpha, beta, d + i + j * ld, ld, block_i, ahead,
-                std::min(n_ahead, ahead.n_left()));
+                packed_a + i * words, b + j * b_stride, b_stride, words, alpha, beta, d + i + j * ld, ld, block_i,
+                ahead, std::min(n_ahead, ahead.n_left()));
         }
 }
 
@@ -223,8 +222,8 @@ void multiply_packed(const Matrix& a, const Matrix& b, int64_t rows, int64_t col
                 float* const to = rows <= panel_rows ? packed_b : packed_b + column * words;
                 if (row == 0)
                     pack<Arithmetic, block_columns>(part, b.column_stride, b.row_stride, count_b, length, to, words);
-                multiply_lines<Arithmetic, false>(packed_a, to, 0, words, alpha, panel_beta, d_part, ld, count, count_b,
-                                                  ahead);
+                multiply_lines<Arithmetic, false>(packed_a, to, words, words, alpha, panel_beta, d_part, ld, count,
+                                                  count_b, ahead);
             }
         }
         first_k += panel_k;
