@@ -26,6 +26,13 @@ class Buffer {
     Tensor tensor_;
 };
 
+// While this object exists, this device says that it has so many multiprocessors: launchers share out work for them.
+struct Multiprocessors {
+    int old = device().sm_count;
+    explicit Multiprocessors(int n) { device().sm_count = n; }
+    ~Multiprocessors() { device().sm_count = old; }
+};
+
 // n values from normal(0, scale), the same on every machine.
 std::vector<double> random_values(int64_t n, uint64_t seed, double scale = 1.0);
 // The values as the dtype can hold them: references start from the same numbers as the kernels.

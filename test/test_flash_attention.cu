@@ -1,6 +1,8 @@
 // test/test_flash_attention.cu: flash attention against float64 loops over every pair of tokens.
 #include "attention.h"
 
+#include "layers/chunk.cuh"  // kOnCpu
+
 namespace {
 
 // The tier whose backward needs the most scratch.
@@ -439,6 +441,30 @@ TEST_CASE("flash attention backward never uses what it may not see", "[flash]") 
         for (const auto* gradient : {&got.dq, &got.dk, &got.dv})
             for (double value : *gradient) CHECK(std::isfinite(value));
     }
+}
+
+// The CPU device sums dq beside dk and dv where there are heads enough for its threads.
+TEST_CASE("flash attention backward in one pass gives the numbers of two kernels", "[flash]") {
+    if (!kOnCpu) SKIP_TEST("a GPU always has two kernels in float32");
+    int n_one_pass = 0;
+    for (const Case& c : grid()) {
+        Flash one(c, DType::f32, random_inputs(c, DType::f32, 43)),
+            two(c, DType::f32, random_inputs(c, DType::f32, 43));
+        const auto kernels_of = [](Flash& flash, int n_threads) {
+            const Multiprocessors threads(n_threads);
+            flash.forward();
+            LaunchNotes notes;
+            flash.backward();
+            return notes.launches.size() - 1;  // the first one computes delta
+        };
+        n_one_pass += kernels_of(one, 1) == 1;
+        INFO(c.name());
+        CHECK(kernels_of(two, 64) == 2);
+        CHECK(one.dqkv.q() == two.dqkv.q());
+        CHECK(one.dqkv.k() == two.dqkv.k());
+        CHECK(one.dqkv.v() == two.dqkv.v());
+    }
+    CHECK(n_one_pass > 100);  // all but those with heads of more than 128 columns
 }
 
 TEST_CASE("flash attention twice gives the same bits", "[flash]") {

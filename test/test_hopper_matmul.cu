@@ -234,13 +234,6 @@ TEST_CASE("hopper matmul says what it launches", "[hopper_matmul][hopper][matmul
 
 namespace {
 
-// As if this device had so many multiprocessors: K is cut for them.
-struct Multiprocessors {
-    int old = device().sm_count;
-    explicit Multiprocessors(int n) { device().sm_count = n; }
-    ~Multiprocessors() { device().sm_count = old; }
-};
-
 struct LongProduct {
     Size size;
     int multiprocessors;

@@ -224,22 +224,23 @@ __device__ __forceinline__ void load_rows(float* to, const Number* head, int64_t
 // n others, as they are: to[other][column].
 template <class T, class Number>
 __device__ __forceinline__ void load_others(float* to, const Number* head, int64_t stride, int n, int D) {
-    if constexpr (kOnCpu) {
-        constexpr int kN = kChunk<float>;
-        for (int j = 0; j < n; ++j)
-            for (int x = 0; x < T::kD; x += kN) {
-                float numbers[kN];
-                load_chunk(numbers, head + j * stride + x, D - x);
-                store_chunk(to + j * T::kOtherPitch + x, numbers, kN);
-            }
-        return;
+#if defined(CUDA_ON_CPU) && !defined(GPU_CHUNKS)
+    using namespace cuda_cpu;
+    for (int j = 0; j < n; ++j, head += stride, to += T::kOtherPitch) {
+        int x = 0;
+        if constexpr (requires { load(head); })
+            for (; x + width <= D; x += width) store(to + x, load(head + x));
+        for (; x < D; ++x) to[x] = to_float(head[x]);
+        for (; x < T::kD; ++x) to[x] = 0.0f;
     }
+#else
     for (int j = static_cast<int>(threadIdx.y); j < n; j += T::kThreadsY) {
         const Number* from = head + j * stride;
         for (int x = static_cast<int>(threadIdx.x); x < D; x += T::kThreadsX)
             to[j * T::kOtherPitch + x] = to_float(from[x]);
         for (int x = D + static_cast<int>(threadIdx.x); x < T::kD; x += T::kThreadsX) to[j * T::kOtherPitch + x] = 0.0f;
     }
+#endif
 }
 // row r of head = factor[r] * acc[:][r]
 template <class T, class Number>
@@ -249,14 +250,20 @@ __device__ __forceinline__ void store_rows(Number* head, int64_t stride, const t
     using namespace cuda_cpu;
     for (int first = 0; first < n_rows; first += width)
         for (int c = 0; c < D; c += width) {
-            float scaled[width][width], square[width][width];
-            for (int x = 0; x < width; ++x)
-                for (int i = 0; i < width; ++i)
-                    scaled[x][i] = (&acc[0][0][0])[(c + x) * T::kR + first + i] * factor[first + i];
-            transpose_lines(
-                square[0], width, [&](int x) { return static_cast<const float*>(scaled[x]); }, width);
-            for (int i = 0; i < width && first + i < n_rows; ++i)
-                store_chunk(head + (first + i) * stride + c, square[i], D - c);
+            Vector square[width];
+            load_transposed(square, [&](int x) { return (&acc[0][0][0]) + (c + x) * T::kR + first; });
+            for (int i = 0; i < width && first + i < n_rows; ++i) {
+                Number* const row = head + (first + i) * stride + c;
+                const Vector numbers = square[i] * broadcast(factor[first + i]);
+                if constexpr (std::is_same_v<Number, float>)
+                    if (c + width <= D) {
+                        store(row, numbers);
+                        continue;
+                    }
+                float copy[width];
+                store(copy, numbers);
+                store_chunk(row, copy, D - c);
+            }
         }
 #else
     for (int r = 0; r < T::kR && first_row<T>() + r < n_rows; ++r) {
