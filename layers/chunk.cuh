@@ -72,6 +72,9 @@ __device__ __forceinline__ void store_chunk(T* to, const float (&x)[n], int64_t 
             store_packed(to + l, pack);
         }
     } else {
+#ifdef CUDA_ON_CPU
+#pragma GCC unroll 1  // as in load_chunk
+#endif
         for (int l = 0; l < n; ++l) to[l] = from_float<T>(x[l]);
     }
 }

@@ -43,6 +43,9 @@
 #include "layers/chunk.cuh"
 #include "layers/layers.h"
 #include "layers/rope.cuh"
+#ifdef CUDA_ON_CPU
+#include "cpu_vector.h"
+#endif
 
 #include <cmath>
 #include <numeric>
@@ -142,6 +145,17 @@ __device__ __forceinline__ void turn(float& x1, float& x2, const float (&c)[kN],
     rotate_point(x1, x2, c[l], direction * s[l]);
 }
 
+// A chunk of points' numbers. (g++ widens 16 numbers of 16 bits in halves and then reads them as a whole, before the CPU
+// has stored them: in heads of 32 columns that takes as long as all the rest.)
+template <int kN, class Number>
+__device__ __forceinline__ void load_points(float (&x)[kN], const Number* from, int64_t n_left) {
+#if defined(CUDA_ON_CPU) && !defined(GPU_CHUNKS)
+    if constexpr (kN == cuda_cpu::width && requires { cuda_cpu::load(from); })
+        if (n_left >= kN) return cuda_cpu::store(x, cuda_cpu::load(from));
+#endif
+    load_chunk(x, from, n_left);
+}
+
 template <class Number, int kN, bool kNeighbours>
 __global__ void rope_kernel(Number* heads, const int32_t* positions, const float* table, int64_t n_positions,
                             int n_heads, int64_t token_stride, int64_t head_stride, int64_t D, float direction) {
@@ -165,8 +179,8 @@ __global__ void rope_kernel(Number* heads, const int32_t* positions, const float
         store_chunk(point + 2 * i, x, 2 * n_left);
     } else {
         float x1[kN], x2[kN];
-        load_chunk(x1, point + i, n_left);
-        load_chunk(x2, point + i + half, n_left);
+        load_points(x1, point + i, n_left);
+        load_points(x2, point + i + half, n_left);
         for (int l = 0; l < kN; ++l) turn(x1[l], x2[l], c, s, l, direction);
         store_chunk(point + i, x1, n_left);
         store_chunk(point + i + half, x2, n_left);

@@ -64,12 +64,14 @@ __global__ void swiglu_backward_kernel(T* dinp, const T* dout, const T* inp, int
     store_chunk(dgate + F + f, u, F - f);
 }
 
-// A row of F columns as (blocks, threads): whole warps, at most 256 threads per block.
+// A row of F columns as (blocks, threads): at most 256 threads per block; on a GPU whole warps, on the CPU device no
+// thread without a chunk, which would take its turn all the same.
 struct RowLaunch {
     dim3 grid, block;
 };
 RowLaunch row_launch(int64_t rows, int64_t F, int chunk_n) {
-    const int64_t n_chunks = ceil_div(F, chunk_n), threads = std::min<int64_t>(256, round_up(n_chunks, kWarp));
+    const int64_t n_chunks = ceil_div(F, chunk_n);
+    const int64_t threads = std::min<int64_t>(256, round_up(n_chunks, kOnCpu ? 1 : kWarp));
     return {
         dim3(static_cast<unsigned>(narrow(rows, "swiglu: rows")), static_cast<unsigned>(ceil_div(n_chunks, threads))),
         dim3(static_cast<unsigned>(threads))};
