@@ -15,6 +15,7 @@
 // runs. Launchers state what each launch costs (launched(), core/core.h). On the CPU device the memory of the run does
 // not even exist (only its addresses do), so that a laptop has the account of a step that fills an H100. It stands in
 // for the GPU of --device-spec: with as many multiprocessors, and on Hopper with the products that are chosen there.
+// (One difference is left: of many heads in float32 it computes attention's backward in one kernel, a GPU in two.)
 //
 // predicted = roofline / (the share of it that such kernels reach) + the time between two launches. The shares are
 // those that an H100 reached, as the table kGroups says; `make profile` prints what a GPU measures beside them.
