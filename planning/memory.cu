@@ -135,20 +135,25 @@ void print_states(const std::vector<StateRow>& rows, double n, double psi) {
 }
 
 // What each stage leaves of the states on a rank: the table of the ZeRO paper (arXiv:1910.02054, figure 1). Weights in
-// 8 bits are not sharded; stage 3 has those of two blocks, which take turns (fp8_in_turns).
+// 8 bits are not sharded; stage 3 has those of two blocks, which take turns (fp8_in_turns). What --offload keeps on the
+// host is in a column of its own; --offload params has stage 3 alone.
 void print_stages(const Trainer& t, double psi, double weights, double grads, double fp8, double fp8_in_turns,
                   double all) {
     const double n = static_cast<double>(t.options.sharding_ranks()), states = all - weights - grads - fp8;
-    const std::pair<const char*, double> stages[] = {{"0 (ddp)", all},
-                                                     {"1", weights + grads + fp8 + states / n},
-                                                     {"2", weights + fp8 + (grads + states) / n},
-                                                     {"3", fp8_in_turns + (weights + grads + states) / n}};
-    std::printf("on each of %lld ranks       bytes per parameter        in all\n",
-                static_cast<long long>(t.options.sharding_ranks()));
-    for (const auto& [stage, bytes] : stages)
-        std::printf(
-            "  --zero %-17s %18.3f %s%s\n", stage, bytes, size_text(bytes * psi).c_str(),
-            stage[0] - '0' == t.options.data_parallel.zero && !t.options.data_parallel.naive ? "   this run" : "");
+    const bool offloads = t.options.offload != Offload::none, fetches = t.options.offload == Offload::params;
+    std::printf("on each of %lld ranks       bytes per parameter %s\n",
+                static_cast<long long>(t.options.sharding_ranks()),
+                offloads ? "    on the device              on the host" : "       in all");
+    for (int stage = fetches ? 3 : 0; stage <= 3; ++stage) {
+        const double of_weights = weights / (stage >= 3 ? n : 1), of_states = states / (stage >= 1 ? n : 1);
+        const double on_host = (fetches ? of_weights : 0) + (offloads ? of_states : 0);
+        const double on_device =
+            of_weights + grads / (stage >= 2 ? n : 1) + (stage >= 3 ? fp8_in_turns : fp8) + of_states - on_host;
+        const std::string name = stage == 0 ? "0 (ddp)" : std::to_string(stage);
+        const bool of_run = stage == t.options.data_parallel.zero && !t.options.data_parallel.naive;
+        std::printf("  --zero %-17s %18.3f %s%s%s\n", name.c_str(), on_device, size_text(on_device * psi).c_str(),
+                    offloads ? (" " + size_text(on_host * psi)).c_str() : "", of_run ? "   this run" : "");
+    }
 }
 
 // What the arenas of this rank hold.
@@ -209,8 +214,9 @@ void print_plan(Trainer& t) {
     StateTable table = state_table(t, whole);
     const double bytes_a_parameter = table.sum() / n;
     // Buffers of the offload are not states: they are shown with them, and not counted in what ZeRO shards.
+    const int64_t n_shards = o.data_parallel.zero > 0 ? o.sharding_ranks() : 1;  // each rank has its own
     for (const auto& [what, bytes] : t.memory.transit.table())
-        table.host.push_back({what + " in transit", static_cast<double>(bytes)});
+        table.host.push_back({what + " in transit", static_cast<double>(n_shards) * static_cast<double>(bytes)});
     // The flat arrays hold n elements: the parameters, and padding of the vocabulary.
     std::printf("states                    bytes per parameter        in all\n");
     print_states(table.device, n, any_model ? psi : n);

@@ -414,6 +414,39 @@ TEST_CASE("offloaded bytes leave the device, and the plan knows", "[program][off
     }
 }
 
+TEST_CASE("the plan's table of ZeRO has what stays on the device, and what is on the host",
+          "[program][offload][plan]") {
+    const TempFolder folder;
+    const double P = static_cast<double>(parameter_count(load_config("tiny")));
+    // Of a parameter in bf16: 2 + 2 bytes of weight and gradient; 12 of master weight and AdamW's states, on the host.
+    for (const auto& [flags, stage, device, host] : {std::tuple("optimizer", "0 (ddp)", 4.0, 12.0),
+                                                     {"optimizer --zero 1", "1", 4.0, 6.0},
+                                                     {"unified --zero 2", "2", 3.0, 6.0},
+                                                     {"optimizer --zero 3", "3", 2.0, 6.0},
+                                                     {"params --zero 3", "3", 1.0, 7.0}}) {
+        const std::string plan =
+            program(folder, concat("--plan --batch 2 --dtype bf16 --ranks 2 --device-spec h200 --offload ", flags)).out;
+        INFO(flags << "\n" << plan);
+        const size_t begin = plan.find(concat("\n  --zero ", stage)), end = plan.find('\n', begin + 1);
+        REQUIRE((begin != std::string::npos && end != std::string::npos));
+        const std::string row = plan.substr(begin, end - begin);
+        double a_parameter = NAN, on_device = NAN, on_host = NAN;
+        std::sscanf(row.c_str() + row.find(stage) + std::strlen(stage), "%lf %*f %*s %lf GB %*f %*s %lf GB",
+                    &a_parameter, &on_device, &on_host);
+        CHECK(a_parameter == device);
+        CHECK(1e9 * on_device == Approx(device * P).epsilon(1e-3));
+        CHECK(1e9 * on_host == Approx(host * P).epsilon(1e-3));
+        CHECK_THAT(row, Catch::Matchers::EndsWith("   this run"));
+        // Shards of all ranks, and the buffers through which they travel, are what the ranks take together;
+        // padding and tables are less than a hundredth of them.
+        const double n_shards = device + host < 16 ? 2 : 1,
+                     sum = number_after(plan.substr(plan.find("on the host\n")), "\n  sum ");
+        CHECK(sum * P == Approx(n_shards * number_after(plan, "\n  on the host ")).epsilon(0.01));
+        // Other stages do not go with --offload params.
+        CHECK((plan.find("--zero 0") == std::string::npos) == (std::string(flags) == "params --zero 3"));
+    }
+}
+
 TEST_CASE("offload refuses what does not go with it", "[program][offload]") {
     const TempFolder folder;
     for (const auto& [flags, says] : std::vector<std::pair<std::string, std::string>>{
