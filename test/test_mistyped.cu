@@ -95,6 +95,8 @@ const std::vector<Mistyped> kMistyped = {
     {"--head-chunks 4096", {"--head-chunks 4096: a micro-batch has only 2048 tokens"}},
     {"--head-chunks 2 --tp 2 --ranks 2", {"--head-chunks with --tp", "leave one of the two out"}},
     {"--recompute 99", {"--recompute 99: the model has only 4 blocks"}},
+    {"--pp 2 --ranks 2 --pipeline interleaved --stages 1,1 --chunks 4611686018427387904",
+     {"--chunks 4611686018427387904: a rank has at most 4194304 stages"}},
     {"--trace 5000", {"--trace 5000: step 5000 is not among those that will be made, 1 to 1000"}},
     {"--trace 2-4", {"--trace 2-4: give the numbers of the steps"}},
     {"--model gpt2 --init $GOLDEN/gpt2", {"--model gpt2 is a different model from --init", "leave --model out"}},

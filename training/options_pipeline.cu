@@ -47,6 +47,7 @@ void check_schedule_flags(TrainOptions& o, const TypedFlags& typed) {
     check(o.pp >= 1, "--pp must be at least 1");
     check(o.micro_batches >= 0, "--micro-batches must not be negative");
     check(o.chunks >= 1, "--chunks must be at least 1");
+    check(o.chunks <= kMostPairs, "--chunks ", o.chunks, ": a rank has at most ", kMostPairs, " stages");
     check(o.memory_limit >= 0, "--memory-limit must not be negative");
     const bool all = o.draw && o.pipeline == "all";
     if (const auto& known = schedule_names_of_pipelines();
