@@ -17,19 +17,18 @@
 // and not at sqrt(L), because b is many times s: 16 times in GPT-2, where the least memory of 36 blocks is at N = 1.5.
 // dev/recompute measures it (doc/recompute.png). The price: the forward of all blocks but those of the last kept
 // input a second time, at most a third more FLOPs.
+#include "io/io.h"
 #include "model/sublayer.h"
 
 #include <algorithm>
-#include <cstdlib>
 
 Recompute parse_recompute(const std::string& text) {
     if (text == "none") return {};
     if (text == "full") return {.every = 1};
     if (text == "selective") return {.selective = true};
-    char* end = nullptr;
-    const long long every = std::strtoll(text.c_str(), &end, 10);
-    check(!text.empty() && *end == 0 && every > 0, "--recompute ", text,
-          ": use none, selective, full, or a number of blocks");
+    const bool is_number = !text.empty() && text.find_first_not_of("+0123456789.eE") == std::string::npos;
+    const int64_t every = is_number ? parse_whole_number("--recompute", text, INT64_MAX) : 0;
+    check(every > 0, "--recompute ", text, ": use none, selective, full, or a number of blocks");
     return {.every = every};
 }
 

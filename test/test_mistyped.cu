@@ -95,6 +95,9 @@ const std::vector<Mistyped> kMistyped = {
     {"--head-chunks 4096", {"--head-chunks 4096: a micro-batch has only 2048 tokens"}},
     {"--head-chunks 2 --tp 2 --ranks 2", {"--head-chunks with --tp", "leave one of the two out"}},
     {"--recompute 99", {"--recompute 99: the model has only 4 blocks"}},
+    {"--recompute 1e9", {"--recompute 1000000000: the model has only 4 blocks"}},
+    {"--recompute 1e19", {"--recompute 1e19 is too large"}},
+    {"--recompute 2 --model $ONE_BLOCK", {"--recompute 2: the model has only 1 block: use full or selective"}},
     {"--pp 2 --ranks 2 --pipeline interleaved --stages 1,1 --chunks 4611686018427387904",
      {"--chunks 4611686018427387904: a rank has at most 4194304 stages"}},
     {"--trace 5000", {"--trace 5000: step 5000 is not among those that will be made, 1 to 1000"}},
@@ -111,9 +114,13 @@ TEST_CASE("40 mistyped command lines, each with the message that helps", "[progr
     const TempFolder link;  // without the blanks that the path of this folder may have
     const std::string golden = link / "golden";
     std::filesystem::create_directory_symlink(std::filesystem::absolute("test/golden"), golden);
+    Config one_block = load_config("tiny");
+    one_block.L = 1;
+    spit(link / "one_block.json", config_to_json(one_block));
     for (const Mistyped& line : kMistyped) {
-        const Outcome outcome = run_shell(
-            concat("cd ", folder.path, " && GOLDEN=", golden, " && ", program_path("train_gpt"), " ", line.arguments));
+        const Outcome outcome =
+            run_shell(concat("cd ", folder.path, " && GOLDEN=", golden, " && ONE_BLOCK=", link / "one_block.json",
+                             " && ", program_path("train_gpt"), " ", line.arguments));
         INFO(line.arguments << "\nstderr: " << outcome.err);
         CHECK(outcome.status == 2);
         CHECK(outcome.out == "");

@@ -475,7 +475,8 @@ TEST_CASE("recomputation gives the same weights bit for bit, in less memory", "[
             CHECK(to_floats(m.model.fp8_states) == histories);
         }
     }
-    for (const std::string wrong : {"", "0", "-1", "2x", "some"})
+    CHECK(parse_recompute("1e3").every == 1000);
+    for (const std::string wrong : {"", "0", "-1", "2x", "some", "0e5"})
         CHECK_THROWS_WITH(parse_recompute(wrong),
                           ContainsSubstring("use none, selective, full, or a number of blocks"));
 }

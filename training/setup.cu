@@ -147,7 +147,7 @@ void check_limits(const TrainOptions& o, const Config& config) {
         ": the model's embedding is its head, too, which ranks at both ends of the pipeline would update at different "
         "times: use a model with \"tie_word_embeddings\": false, or --pipeline 1f1b");
     check(o.recompute.every <= config.L, "--recompute ", o.recompute.every, ": the model has only ", config.L,
-          " blocks: use a smaller number, full or selective");
+          config.L == 1 ? " block: use full or selective" : " blocks: use a smaller number, full or selective");
     expect_head_size(o.attention, o.precision.dtype, config.D, config.value_D());
     const int64_t local_batch = o.batch / o.data_ranks();
     const int64_t micro_batch = o.micro_batch == 0 ? local_batch : o.micro_batch, tokens = micro_batch * o.rank_seq();
