@@ -38,11 +38,18 @@ std::string shortened(const std::string& part) {
     return part.substr(0, character_at(kBegin)) + " ... " + part.substr(character_at(part.size() - kEnd));
 }
 
+// An error is one line, also where a value has line ends, as "$(ls)" in the place of a file's name has them.
+std::string without_line_ends(const std::string& part) {
+    std::string text;
+    for (const char c : part) text += c == '\n' ? "\\n" : c == '\r' ? "\\r" : std::string(1, c);
+    return text;
+}
+
 }  // namespace
 
 void fail_with(std::initializer_list<Printable> parts) {
     std::string line;
-    for (const Printable& part : parts) line += shortened(joined({part}));
+    for (const Printable& part : parts) line += without_line_ends(shortened(joined({part})));
     throw Error(line);
 }
 

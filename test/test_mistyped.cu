@@ -158,6 +158,16 @@ TEST_CASE("whole numbers may be written with an exponent", "[mistyped]") {
         CHECK(one_line_with(error_of([&] { parse_whole_number("--steps", large, 12); }), large + " is too "));
 }
 
+TEST_CASE("a value with line ends in it is refused in one line", "[mistyped]") {
+    for (const std::vector<std::string>& words :
+         {std::vector<std::string>{"--dtype", "fp32\n"}, {"--steps", "1\r\n2"}, {"a.txt\nb.txt"}, {"--st\neps", "2"}}) {
+        const std::string error = error_of([&] { parse(words); });
+        INFO(error);
+        CHECK((error.size() > 20 && error.find_first_of("\r\n") == std::string::npos));
+    }
+    CHECK(error_of([] { parse({"--dtype", "fp32\nbf16"}); }) == "--dtype fp32\\nbf16: use fp32, bf16, fp16 or fp8");
+}
+
 TEST_CASE("flags that say the same twice are no mistake", "[mistyped]") {
     CHECK(parse({"--init", "test/golden/gpt2"}).model == "");  // the weights bring their own
     CHECK(parse({"--init", "test/golden/gpt2", "--model", "test/golden/gpt2"}).model == "test/golden/gpt2");
