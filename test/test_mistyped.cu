@@ -178,6 +178,9 @@ TEST_CASE("flags that say the same twice are no mistake", "[mistyped]") {
     // A loss scale that starts above the largest of others may stay there.
     CHECK(parse({"--dtype", "fp16", "--loss-scale-start", "33554432"}).loss_scale.largest == 0x1p25);
     CHECK(parse({"--steps", "20", "--trace", "1,20"}).ranks.trace == "1,20");
+    // The end of a folder's name that a shell completes.
+    CHECK(parse({"--out", "runs/a//"}).out == "runs/a");
+    CHECK(parse({"--out", "/"}).out == "/");
 }
 
 TEST_CASE("a graph and a step ahead are refused where they cannot be, and left out where nobody asks", "[mistyped]") {

@@ -433,6 +433,8 @@ TrainOptions parse_train_options(int argc, char** argv) {
     line.parse({"train_gpt", kSynonyms, "--data \"shards/*.bin\""}, argc, argv, [&] {
         for (const std::string& flag : line.flags())
             if (line.given(flag)) typed.given.insert(flag);
+        // As a shell completes the name of a folder.
+        while (options.out.size() > 1 && options.out.back() == '/') options.out.pop_back();
         if (options.resume && !options.out.empty() && !options.draw) adopt_saved_options(line, options);
     });
     settle_options(options, typed);
