@@ -225,7 +225,7 @@ void print_plan(Trainer& t) {
         print_states(table.host, n, any_model ? psi : n);
     }
     if (o.sharding_ranks() > 1)
-        print_stages(t, t.tensor_parallel || t.pipeline ? n : psi, static_cast<double>(dtype_bytes(o.precision.dtype)),
+        print_stages(t, any_model ? psi : n, static_cast<double>(dtype_bytes(o.precision.dtype)),
                      static_cast<double>(dtype_bytes(o.precision.grad_dtype)), whole.fp8_weights / n,
                      whole.fp8_weights / n * std::min(1.0, 2 / whole.n_blocks), bytes_a_parameter);
     if (rank_count(o.ranks) > 1 && !any_model && traffic_is_known(t))

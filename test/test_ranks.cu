@@ -485,6 +485,18 @@ TEST_CASE("the plan's table of stages is the same whichever the run has, and tel
     }
 }
 
+// A vocabulary of 257 is padded to a multiple of 128: a fifth of this model.
+TEST_CASE("the plan's table of stages counts the padding that the table of states counts", "[program][ranks][plan]") {
+    const std::string plan = printed_by("train_gpt", "--plan --ranks 2 --model " + model_file("odd-llama"));
+    const auto row = [&](const std::string& name) {
+        const size_t line = plan.find("\n  " + name + " "), end = plan.find(" GB", line);
+        REQUIRE(end != std::string::npos);
+        return plan.substr(end - 20, 20);  // the bytes, in two units
+    };
+    INFO(plan);
+    CHECK(row("--zero 0 (ddp)") == row("sum"));
+}
+
 TEST_CASE("the plan's tokens a second are those of all ranks", "[program][ranks][plan]") {
     const auto line = [](const std::string& flags) {
         const std::string plan =
