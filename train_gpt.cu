@@ -64,7 +64,7 @@ int64_t set_weights(Trainer& t) {
         else init_weights(t.model, static_cast<uint64_t>(o.seed));
     });
     quantise_weights(t.model, device().stream);
-    note_saved(step, step == o.steps);
+    note_saved(o, step, step == o.steps);
     return step;
 }
 
@@ -209,7 +209,7 @@ void run_rank(const TrainOptions& options, std::string fault, Comm& world, std::
     }
     starts = agree_to_start(world, trainer->memory_fault());
     if (!starts) return;
-    note_saved(options.resumed_step, options.resumed_step == options.steps);
+    note_saved(options, options.resumed_step, options.resumed_step == options.steps);
     answer_signals();
     Run run{.trainer = *trainer, .data = *data};
     prepare(run, mesh);

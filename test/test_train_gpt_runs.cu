@@ -1,6 +1,7 @@
 // test/test_train_gpt_runs.cu: runs that are lengthened, moved, watched and interrupted; the one writer of a folder.
 #include "io/lock.h"
 #include "optim/optim.h"
+#include "run_models.h"
 #include "train_runs.h"
 #include "training/training.h"
 
@@ -499,6 +500,32 @@ TEST_CASE("Ctrl-C ends with the step that it names, also where the next one is l
     CHECK(rows.back().step == step);
     REQUIRE(train(concat(flags, other, " --stop-after ", step)).status == 0);
     check_same_end(run, other);
+}
+
+// Their ranks do not wait for each other between steps: they end together after 8 steps, or --flush-every.
+TEST_CASE("Ctrl-C names the step at which a pipeline ends whose ranks go ahead", "[program][train_gpt][pipeline]") {
+    for (const auto& [pipeline, at_once] : {std::pair("zb-v", 8), {"2bw --clip 0 --flush-every 6", 6}})
+        for (const std::string moment : {"total", "step"}) {  // before the first step, or after some steps
+            const TempFolder folder;
+            const std::string run = folder / "run";
+            const Outcome stopped = with_background(
+                folder,
+                command(
+                    concat("--batch 4 --steps 100000 --val-fraction 0 --val-every 0 --save-every 0 --ranks 2 --pp 2 "
+                           "--micro-batches 2 --model ",
+                           model_file("deep-gqa"), " --out ", run, " --pipeline ", pipeline)),
+                concat("await '", moment, "' out; kill -INT $pid; wait $pid; echo status $?"));
+            const std::string err = slurp(folder / "err");
+            INFO(pipeline << stopped.out << err << slurp(folder / "out"));
+            CHECK_THAT(stopped.out, ContainsSubstring("status 0"));
+            long long step = 0;
+            REQUIRE(std::sscanf(err.c_str(), "finishing step %lld, then saving", &step) == 1);
+            CHECK(step % at_once == 0);
+            const int64_t last = read_csv_log(run + "/log.csv").back().step;
+            CHECK(last % at_once == 0);
+            // Between steps one rank may see a signal, and the other not yet.
+            if (moment == "total") CHECK((step == at_once && last == step));
+        }
 }
 
 // A run on a shard of n zeros, which `change` changes after the second step.

@@ -385,7 +385,7 @@ void save_checkpoint(Trainer& t, int64_t step, bool last) {
         if (!fault.empty()) std::fprintf(stderr, "train_gpt: rank %d: %s\n", t.world.rank, fault.c_str());
         return;
     }
-    if (fault.empty()) return note_saved(step, last);
+    if (fault.empty()) return note_saved(t.options, step, last);
     check(!newest.empty(), "step ", step, " could not be saved, and no checkpoint was before it: ", fault);
     check(!last, "step ", step, ", the last, could not be saved: ", fault, ". The newest checkpoint is ", newest,
           ": continue from it with --resume");

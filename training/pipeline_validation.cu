@@ -36,13 +36,13 @@ int64_t steps_read_at_once(const TrainOptions& o) {
     return validates_later(o) ? std::min(kAhead, o.steps) : steps_at_once(o);
 }
 
-int64_t Pipeline::steps_without_stop(int64_t step) const {
-    const TrainOptions& o = t_.options;
-    if (schedule_.asynchronous) return std::min(o.flush_every - (step - 1) % o.flush_every, o.steps - step + 1);
+int64_t last_step_at_once(const TrainOptions& o, int64_t step) {
+    if (o.pp > 1 && o.asynchronous) return std::min(next_multiple(step, o.flush_every), o.steps);
+    if (!validates_later(o)) return step;
     // Until something needs the weights of all ranks.
     const int64_t until = std::min(
         {step + kAhead - 1, o.last_step(), next_multiple(step, o.val_every), next_multiple(step, o.save_every)});
-    return std::max<int64_t>(1, until - step + 1);
+    return std::max(step, until);
 }
 
 void Pipeline::take_validation_memory() {

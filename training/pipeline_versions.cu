@@ -105,7 +105,7 @@ void Pipeline::trace_one_of(int64_t first, int64_t n) {
 void Pipeline::run_next_steps(const BatchReader& data, int64_t step) {
     const double start = seconds_now();
     const Traffic before = ranks_.traffic();
-    const int64_t n = steps_without_stop(step);
+    const int64_t n = last_step_at_once(t_.options, step) - step + 1;
     try {
         if (schedule_.asynchronous) {
             trace_one_of(step, n);

@@ -132,13 +132,14 @@ bool stop_requested() { return asked; }
 
 bool take_stop_request(const TrainOptions& o, int64_t step) {
     const bool stop = stop_requested();
-    finishing = std::min(step + 1, o.last_step());  // a signal from here on comes too late for this step
+    // A signal from here on comes too late for this step.
+    finishing = last_step_at_once(o, std::min(step + 1, o.last_step()));
     return stop;
 }
 
-void note_saved(int64_t step, bool last) {
+void note_saved(const TrainOptions& o, int64_t step, bool last) {
     saved = step;
-    finishing = last ? step : step + 1;
+    finishing = last ? step : last_step_at_once(o, step + 1);
 }
 
 std::string resume_command(const TrainOptions& o) {

@@ -138,7 +138,9 @@ int64_t steps_at_once(const TrainOptions& options);
 // Does a rank update before the norm of all gradients is known? (pipeline_validation.cu)
 bool validates_later(const TrainOptions& options);
 int64_t steps_read_at_once(const TrainOptions& options);  // whose sequences are in the host's memory
-int64_t n_pipeline_stages(const TrainOptions& options);   // of all ranks of --pp
+// Of the steps that a pipeline makes at once with this one, the last: after it the ranks can stop.
+int64_t last_step_at_once(const TrainOptions& options, int64_t step);
+int64_t n_pipeline_stages(const TrainOptions& options);  // of all ranks of --pp
 // Does this schedule update without waiting for the pipeline to be empty? False for a name that does not exist.
 bool is_asynchronous_pipeline(const std::string& name);
 
@@ -395,7 +397,6 @@ class Pipeline final : public StageWork {
     void take_versions();
     void run_steps(const BatchReader& data, int64_t first, int64_t n);
     void run_next_steps(const BatchReader& data, int64_t step);
-    int64_t steps_without_stop(int64_t step) const;
     void trace_one_of(int64_t first, int64_t n);
     StepResult read_result(int64_t step, bool stop);
     const Model& model_of(const Action& action) const;
@@ -499,7 +500,7 @@ void answer_signals();
 bool stop_requested();
 // Is the run to end after this step? A signal that comes later is one for the next step.
 bool take_stop_request(const TrainOptions& options, int64_t step);
-void note_saved(int64_t step, bool last);  // for the answers; 0: nothing is saved
+void note_saved(const TrainOptions& options, int64_t step, bool last);  // for the answers; 0: nothing is saved
 std::string resume_command(const TrainOptions& options);
 
 // ---------------------------------------------------------------------------------------------------------------------
