@@ -295,7 +295,9 @@ TEST_CASE("where ranks do not wait between steps, a step that fails comes behind
           {"zb-v --micro-batch 1 --clip 1 --inject-overflow 3", 2, "the weights are unchanged by this step"},
           {"pipedream --clip 0 --lr 1e30 --flush-every 6", 1,
            "the loss is nan and the gradient norm nan. With --pipeline "
-           "pipedream the weights have been updated with them"}}) {
+           "pipedream the weights have been updated with them. Nothing was saved yet: start again with a smaller --lr"},
+          {"pipedream --clip 0 --lr 1e30 --flush-every 1 --save-every 1", 1,
+           "checkpoints/step-00000001 --out OTHER, "}}) {
         INFO(c.flags);
         const std::string run = runs.folder / std::to_string(runs.number++);
         const Outcome outcome = runs.outcome("long-llama", on_pipeline(2, c.flags) + "--steps 6 --val-every 0 ", run);

@@ -88,9 +88,12 @@ StepResult Pipeline::read_result(int64_t step, bool stop) {
     const double loss = numbers.loss_sum() / static_cast<double>(o.batch * o.seq);
     check(std::isfinite(loss) && std::isfinite(numbers.grad_norm), "step ", step, ": the loss is ", std::abs(loss),
           " and the gradient norm ", std::abs(numbers.grad_norm),  // never "-nan"
-          ". With --pipeline ", o.pipeline,
-          " the weights have been updated with them: go on from the last checkpoint, or begin again, with a smaller "
-          "--lr or a longer --warmup");
+          ". With --pipeline ", o.pipeline, " the weights have been updated with them. ",
+          // --resume would go on with the same --lr.
+          o.checkpoint.empty() ? "Nothing was saved yet: start again "
+                               : concat("Start a new run from the weights of the last checkpoint, --init ",
+                                        o.checkpoint, " --out OTHER, "),
+          "with a smaller --lr or a longer --warmup");
     return {loss, numbers.grad_norm, false, numbers.stop_count > 0};
 }
 
