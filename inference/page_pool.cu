@@ -30,16 +30,16 @@ size_t PageTextHash::operator()(const PageText& text) const {
     return hash;
 }
 
-PagePool::PagePool(int64_t n_pages, int64_t page_size)
-    : page_size_(page_size), pages_(n_pages), tokens_(n_pages * page_size) {
-    for (int64_t page = n_pages - 1; page >= 0; --page) free_.push_back(static_cast<int32_t>(page));
-}
+PagePool::PagePool(int64_t n_pages, int64_t page_size) : n_(n_pages), page_size_(page_size) {}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // In tables or not
 
 int32_t PagePool::take() {
-    if (free_.empty()) {
+    if (free_.empty() && n_untaken() > 0) {
+        free_.push_back(static_cast<int32_t>(pages_.size()));
+        pages_.emplace_back().tokens = std::make_unique<int32_t[]>(static_cast<size_t>(page_size_));
+    } else if (free_.empty()) {
         const int32_t page = oldest_;
         keep_no_longer(page);
         will_change(page);
@@ -119,7 +119,9 @@ void PagePool::make_twins(PagePool& a, int32_t page_of_a, PagePool& b, int32_t p
 
 void PagePool::check_consistency(const std::vector<int32_t>& counts) const {
     int64_t n_shared = 0, n_free = 0, n_found = 0, n_kept = 0;
-    for (int32_t page = 0; page < n(); ++page) {
+    check(std::all_of(counts.begin() + std::ssize(pages_), counts.end(), [](int32_t count) { return count == 0; }),
+          "a page is in a table, and was never taken");
+    for (int32_t page = 0; page < std::ssize(pages_); ++page) {
         const Page& p = pages_[page];
         check(p.count == counts[page], "page ", page, " is in ", counts[page], " tables, and its count is ", p.count);
         n_shared += p.count > 1;
@@ -146,6 +148,6 @@ void PagePool::check_consistency(const std::vector<int32_t>& counts) const {
         is_listed[page] = true;
         ++n_kept;
     }
-    check(n_kept == n_kept_ && n_kept + n_free == std::ranges::count(counts, 0), n_kept,
+    check(n_kept == n_kept_ && n_kept + n_free + n_untaken() == std::ranges::count(counts, 0), n_kept,
           " pages are listed as kept, not ", n_kept_);
 }

@@ -3,6 +3,7 @@
 
 #include "core/core.h"
 
+#include <memory>
 #include <span>
 #include <unordered_map>
 
@@ -16,13 +17,14 @@ struct PageTextHash {
     size_t operator()(const PageText& text) const;
 };
 
-// A page is in `count` tables. With a count of 0 it is free, or kept: full, and it may be found again.
+// A page is in `count` tables. With a count of 0 it is free, or kept: full, and it may be found again. What the host
+// knows of a page takes memory from the first time that the page is taken: a pool that is only planned costs nothing.
 class PagePool {
   public:
     PagePool(int64_t n_pages, int64_t page_size);
 
-    int64_t n() const { return static_cast<int64_t>(pages_.size()); }
-    int64_t n_free() const { return static_cast<int64_t>(free_.size()); }
+    int64_t n() const { return n_; }
+    int64_t n_free() const { return static_cast<int64_t>(free_.size()) + n_untaken(); }
     int64_t n_kept() const { return n_kept_; }
     int64_t n_shared() const { return n_shared_; }  // in several tables
     int64_t n_available() const { return n_free() + n_kept_; }
@@ -36,7 +38,7 @@ class PagePool {
     void will_change(int32_t page);
 
     // A token for each row of a page; of a row that holds none it is any number.
-    std::span<int32_t> tokens(int32_t page) { return {&tokens_[page * page_size_], static_cast<size_t>(page_size_)}; }
+    std::span<int32_t> tokens(int32_t page) { return {pages_[page].tokens.get(), static_cast<size_t>(page_size_)}; }
 
     // Texts. Each text that ends with a full page has a number, which no other text is ever given.
     static constexpr int64_t kNoText = 0;        // the number of the text before the first page
@@ -46,7 +48,9 @@ class PagePool {
     int32_t find(int64_t before, std::span<const int32_t> tokens) const;
     // This page is full and follows a text: from now on it can be found, unless another page of the same text is.
     void remember(int32_t page, int64_t before);
-    bool is_kept(int32_t page) const { return pages_[page].count == 0 && pages_[page].found; }
+    bool is_kept(int32_t page) const {
+        return page < std::ssize(pages_) && pages_[page].count == 0 && pages_[page].found;
+    }
 
     // Two pages of two pools are twins while they hold the same rows.
     int32_t twin(int32_t page) const { return pages_[page].twin; }  // -1: none
@@ -64,17 +68,19 @@ class PagePool {
         int32_t older = -1, newer = -1;  // kept: its neighbours in the list of those
         PagePool* twin_pool = nullptr;
         int32_t twin = -1;
+        std::unique_ptr<int32_t[]> tokens;  // page_size of them
     };
+    int64_t n_untaken() const { return n_ - std::ssize(pages_); }
     std::span<const int32_t> tokens(int32_t page) const {
-        return {&tokens_[page * page_size_], static_cast<size_t>(page_size_)};
+        return {pages_[page].tokens.get(), static_cast<size_t>(page_size_)};
     }
     void keep(int32_t page);
     void keep_no_longer(int32_t page);
 
-    int64_t page_size_;
-    std::vector<Page> pages_;
-    std::vector<int32_t> free_, tokens_;
-    std::unordered_map<PageText, int32_t, PageTextHash> found_;  // the keys' tokens lie in tokens_
+    int64_t n_, page_size_;
+    std::vector<Page> pages_;                                    // that were taken once: the first of all n_
+    std::vector<int32_t> free_;                                  // of those
+    std::unordered_map<PageText, int32_t, PageTextHash> found_;  // the keys' tokens are the pages'
     int32_t oldest_ = -1, newest_ = -1;                          // ends of the list of kept pages
     int64_t n_kept_ = 0, n_shared_ = 0, n_texts_ = 0;
 };

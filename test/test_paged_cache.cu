@@ -5,6 +5,10 @@
 #include "simulated_engine.h"
 #include "temp_folder.h"
 
+#include <unistd.h>
+
+#include <fstream>
+
 namespace {
 
 using Tokens = std::vector<int32_t>;
@@ -420,6 +424,24 @@ TEST_CASE("paged cache: texts with the same hash are told apart", "[paged_cache]
     // So are the same tokens after different texts, whose hashes differ.
     CHECK_FALSE(PageText{1, a} == PageText{2, a});
     CHECK(PageTextHash()({1, a}) != PageTextHash()({2, a}));
+}
+
+TEST_CASE("paged cache: pages that no sequence has had cost the host no memory", "[paged_cache]") {
+    const auto resident_bytes = [] {
+        int64_t all = 0, resident = 0;
+        std::ifstream("/proc/self/statm") >> all >> resident;
+        return resident * ::sysconf(_SC_PAGESIZE);
+    };
+    const int64_t before = resident_bytes(), n = 1 << 21;
+    PagedCache cache({.page_size = 16, .n_pages = n, .n_host_pages = n});
+    CHECK(cache.pages_available() == n);
+    CHECK_FALSE(cache.is_kept(0));
+    const SequenceId sequence = begin_with(cache, count_up(17));
+    CHECK(cache.page_table(sequence) == Tokens{0, 1});
+    cache.end(sequence);
+    CHECK(cache.is_kept(0));
+    CHECK(cache.use().free_pages == n - 1);
+    CHECK(resident_bytes() - before < 16 << 20);
 }
 
 TEST_CASE("paged cache: errors", "[paged_cache]") {
