@@ -215,11 +215,21 @@ void print_plan(LoadedModel& model) {
                     static_cast<long long>(length));
 }
 
+// What the flags say of every answer. The rest is checked when a prompt is there.
+void check_answers(const LoadedModel& model, const GenerateOptions& o) {
+    check_sampling(o.sampling, model.config.V);
+    const TextRequest request = text_request(o, model);
+    if (!request.beams) return;
+    BeamOptions beams = *request.beams;
+    beams.stop_tokens = request.stop_tokens;
+    BeamSearch{beams};  // Error where there are too many
+}
+
 // What the flags ask for, to be done when the weights are there; gives the exit status. Inputs are read, outputs
 // opened, a prompt put into the engine and the server's port taken at once: mistakes in them are reported before the
 // weights are read, which takes minutes for large models.
 std::function<int()> prepare(LoadedModel& model, const GenerateOptions& o) {
-    check_sampling(o.sampling, model.config.V);
+    check_answers(model, o);
     if (o.chat) {
         find_chat_template(o.chat_template, model.folder);
         return [&] { return run_chat(model, o), 0; };
@@ -244,6 +254,7 @@ Ready get_ready(const GenerateOptions& options, const std::string& folder, const
         nullptr};
     LoadedModel& model = *ready.model;
     if (options.plan) {
+        check_answers(model, options);
         ready.task = [&model] { return print_plan(model), 0; };
         return ready;
     }

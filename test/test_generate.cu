@@ -278,6 +278,14 @@ TEST_CASE("what cannot be used is told before the weights are read, and a file s
     CHECK(std::filesystem::is_symlink(out));
     std::filesystem::remove(out);
     CHECK_THAT(generate(batch + "/dev/full").err, ContainsSubstring("No space left on device"));
+    // A plan is of what a run could do.
+    for (const std::string& what : {std::string("--plan"), batch + (folder / "unwritten")}) {
+        refused(what + " --temperature -1", "temperature is -1");
+        refused(what + " --logit-bias 256:1", "logit_bias names token 256, but the model's tokens are 0 to 255");
+        refused(what + " --beams 40", "n_beams is 40: with 0 stop tokens each beam needs its 80 most probable tokens");
+        refused(what + " --beams 2 --length-penalty 101", "length_penalty is 101");
+    }
+    CHECK_FALSE(std::filesystem::exists(folder / "unwritten"));
     // Heads that the kernels cannot have, and latents.
     spit(folder / "model/config.json",
          R"({"model_type":"llama","vocab_size":256,"hidden_size":8,"intermediate_size":8,"num_hidden_layers":1,
