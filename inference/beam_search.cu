@@ -8,7 +8,7 @@
 //   answers = the best k of them
 //   beams = of all candidates that do not end the first k
 //
-// Of a beam only its n_tokens() most probable tokens can be among the candidates that are looked at.
+// Of a beam no token but its n_tokens() most probable ones can come into an answer or a next beam.
 #include "inference/inference.h"
 
 #include <algorithm>
@@ -42,15 +42,14 @@ void BeamSearch::step(std::span<const std::vector<TokenLogprob>> top) {
     const auto is_better = [](const auto& a, const auto& b) { return a.score > b.score; };
     std::stable_sort(candidates.begin(), candidates.end(),
                      [&](const Beam& a, const Beam& b) { return is_better(a.answer, b.answer); });
-    candidates.resize(std::min(candidates.size(), static_cast<size_t>(n_tokens())));
 
     beams_.clear();
     for (size_t i = 0; i < candidates.size(); ++i) {
-        BeamAnswer answer = candidates[i].answer;
+        BeamAnswer& answer = candidates[i].answer;
         const int64_t length = std::ssize(answer.tokens);
         const bool is_stop = std::count(options_.stop_tokens.begin(), options_.stop_tokens.end(), answer.tokens.back());
         if (!is_stop && length < options_.max_tokens) {
-            if (beams_.size() < k) beams_.push_back(candidates[i]);
+            if (beams_.size() < k) beams_.push_back(std::move(candidates[i]));
         } else if (i < k) {
             answer.score /= std::pow(length, options_.length_penalty);
             answers_.push_back(std::move(answer));
