@@ -111,7 +111,6 @@ std::string ApiAnswer::event(const IndexedPiece& indexed) {
     Choice& choice = choices_[static_cast<size_t>(indexed.index)];
     const AnswerPiece& piece = indexed.piece;
     n_tokens_ += std::ssize(piece.tokens);
-    if (piece.text.empty() && piece.tokens.empty() && !piece.finish_reason) return "";
     std::vector<Sampled> tokens = piece.prompt;
     tokens.insert(tokens.end(), piece.tokens.begin(), piece.tokens.end());
     JsonText one = {{"index", indexed.index}};
