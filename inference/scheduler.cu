@@ -26,7 +26,7 @@ int64_t rows_left(const Sequence& s) { return n_tokens(s) - s.computed_n; }
 
 // Is all computed but the row of each last token? Then all of its sequences draw the next ones in the same step.
 bool is_decoding(const Request& r) {
-    return std::ranges::all_of(r.sequences, [](const auto& s) { return s->cached && rows_left(*s) <= 1; });
+    return std::ranges::all_of(r.sequences, [](const auto& s) { return rows_left(*s) == 1; });
 }
 
 std::vector<SequenceId> cached_sequences(const Request& r) {
@@ -190,9 +190,9 @@ std::vector<StepPart> Scheduler::next_step() {
 
 // One row for each sequence, or, if there is no room for all of them, none.
 void Scheduler::add_decode(Step& step, Request& r) {
-    if (std::ranges::count_if(r.sequences, [](const auto& s) { return rows_left(*s) == 1; }) > step.rows_left) return;
+    if (std::ssize(r.sequences) > step.rows_left) return;
     for (const auto& s : r.sequences)
-        if (rows_left(*s) == 1 && !add_rows(step, r, *s, 1)) return;
+        if (!add_rows(step, r, *s, 1)) return;
 }
 
 // The next piece of each sequence. Of several, which draw together, all but the row of the last token.
@@ -246,7 +246,7 @@ bool Scheduler::admit(Request& r) {
     }
     start(r, *r.sequences.front());
     wanted += pages_ahead(cache_, r);
-    if (n_running_ == 0 || wanted <= cache_.pages_available()) return true;
+    if (wanted <= cache_.pages_available()) return true;  // as is certain where it is alone: add() has checked it
     forget(r);
     return false;
 }
@@ -287,7 +287,7 @@ void Scheduler::append(Step& step, size_t first, bool single) {
 void Scheduler::add_draft(Step& step, StepPart& part) {
     Sequence& s = *part.sequence;
     const int64_t answer_left = prompt_n(*part.request) + part.request->max_tokens - n_tokens(s);
-    int64_t n = std::min({static_cast<int64_t>(s.draft.size()), step.rows_left, std::max<int64_t>(0, answer_left - 1)});
+    int64_t n = std::min({static_cast<int64_t>(s.draft.size()), step.rows_left, answer_left - 1});
     while (!cache_.reserve(*s.cached, n)) --n;
     s.draft.resize(n);
     cache_.append(*s.cached, s.draft);
