@@ -87,7 +87,7 @@ std::vector<Sampled> Sampler::draw(Tensor logits, std::span<const SamplingRow> r
         const size_t first = sampled.size();
         rules_.clear(), adjustments_.clear(), n_top_ = -1;
         for (const SamplingRow& row : rows.subspan(first)) {
-            if (!rules_.empty() && adjustments_.size() + most_adjustments(row) > places_.size()) break;
+            if (adjustments_.size() + most_adjustments(row) > places_.size()) break;
             add_rule(row);
         }
         launch(logits.slice(static_cast<int64_t>(first), std::ssize(rules_)), stream);
