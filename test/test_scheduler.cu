@@ -262,12 +262,14 @@ TEST_CASE("scheduler: who was preempted comes back when each of its answers has 
         CHECK(engine.scheduler.n_running() == (comes_back ? 2 : 1));
     }
     // To be computed again, two answers of two tokens: three pages for the first, two for the other, which shares the
-    // prompt's, and one for the first request to grow, which has two.
-    for (const auto& [n_pages, comes_back] : {std::pair(8, true), {7, false}}) {
+    // prompt's, and one for the first request to grow, which has two. Each answer takes a page less where it ends before
+    // that.
+    for (const auto& [n_pages, max_tokens, comes_back] :
+         std::vector<std::tuple<int64_t, int64_t, bool>>{{8, 12, true}, {7, 12, false}, {6, 4, true}, {5, 4, false}}) {
         SimulatedEngine engine =
             engine_of({4, n_pages, 0, false, 64, 8, Batching::continuous, Preemption::recompute, 0});
         engine.add({1, 2, 3}, 14);
-        engine.add({4, 5, 6, 7}, 12, 2);
+        engine.add({4, 5, 6, 7}, max_tokens, 2);
         for (int i = 0; i < 2; ++i) engine.step();
         REQUIRE(engine.scheduler.preempt_last());
         engine.step();
@@ -332,6 +334,11 @@ TEST_CASE("scheduler: a prompt whose log-probabilities are wanted has the logits
     // Nothing is taken over of the prompt before, which begins alike. Beside an answer 3 logits are left, alone 4. When
     // all are scored, its own pages are taken over.
     CHECK(its == std::vector<std::array<int64_t, 3>>{{0, 3, 3}, {3, 3, 3}, {6, 4, 4}, {10, 3, 2}, {12, 2, 0}});
+    // Its answers need logits where it ends, and not before.
+    SimulatedEngine two = engine_of({2, 100, 0, true, 100, 4, Batching::continuous, Preemption::swap, 0});
+    two.add({1, 2, 3, 4, 5, 6}, 1, 2).scores_prompt = true;
+    two.step();
+    CHECK(two.n_rows_computed == 4);
 }
 
 TEST_CASE("scheduler: a prompt that is being computed is shared in the same step", "[scheduler]") {
@@ -432,8 +439,15 @@ TEST_CASE("scheduler: of several answers that are computed again the first may b
 
 TEST_CASE("scheduler: it is full until somebody leaves", "[scheduler]") {
     SimulatedEngine engine = engine_of({4, 12, 0, false, 8, 1, Batching::continuous, Preemption::recompute, 0});
-    Request& runs = engine.add({1, 2, 3}, 9);
+    Request& runs = engine.add({1, 2, 3}, 20);
     engine.add({1, 2, 3}, 9);
+    CHECK_FALSE(engine.scheduler.is_full());
+    engine.step();
+    CHECK(engine.scheduler.is_full());
+    // A step without a row for the one that waits does not know whether there is a place for it.
+    engine.checks_text = false;
+    runs.sequences.front()->tokens.resize(12);
+    engine.step();
     CHECK_FALSE(engine.scheduler.is_full());
     engine.step();
     CHECK(engine.scheduler.is_full());
