@@ -387,6 +387,17 @@ TEST_CASE("paged cache: a page that several sequences share is copied to the hos
     cache.check_consistency();
 }
 
+TEST_CASE("paged cache: pages that are only reserved need none of the host", "[paged_cache]") {
+    PagedCache cache({.page_size = 4, .n_pages = 3, .n_host_pages = 1});
+    const SequenceId sequence = begin_with(cache, count_up(3));
+    REQUIRE(cache.reserve(sequence, 6));
+    CHECK(cache.pages_available() == 0);
+    REQUIRE(cache.swap_out(std::vector{sequence}));
+    CHECK(cache.take_copies().size() == 1);
+    CHECK(cache.pages_available() == 3);
+    cache.check_consistency();
+}
+
 TEST_CASE("paged cache: of sequences that come back only what is no longer there is copied", "[paged_cache]") {
     PagedCache cache({.page_size = 2, .n_pages = 2, .n_host_pages = 2});
     const std::vector<SequenceId> two = {begin_with(cache, count_up(2)), begin_with(cache, count_up(2, 50))};
@@ -456,9 +467,14 @@ TEST_CASE("paged cache: errors", "[paged_cache]") {
     CHECK_THAT(error_of([&] { cache.length(sequence + 1); }), ContainsSubstring("no sequence 1"));
     CHECK_THAT(error_of([&] { cache.append(sequence, count_up(2)); }), ContainsSubstring("reserve them before"));
     CHECK_THAT(error_of([&] { cache.truncate(sequence, 4); }), ContainsSubstring("has 3 tokens, not 4"));
+    CHECK_THAT(error_of([&] { cache.truncate(sequence, -1); }), ContainsSubstring("has 3 tokens, not -1"));
     CHECK_THAT(error_of([&] { cache.share_prefix(sequence, {}); }), ContainsSubstring("has 3 tokens already"));
     CHECK_THAT(error_of([&] { cache.swap_in(std::vector{sequence}); }), ContainsSubstring("not swapped out"));
     CHECK_FALSE(cache.swap_out(std::vector{sequence}));  // the host has no pages
+    const SequenceId empty = cache.begin();
+    REQUIRE(cache.reserve(empty, 1));  // pages that are found would stand behind this one
+    CHECK_THAT(error_of([&] { cache.share_prefix(empty, count_up(5)); }), ContainsSubstring("share_prefix: sequence"));
+    cache.end(empty);
     // After a fork the last page is shared: what was reserved in it is no longer the sequence's own.
     REQUIRE(cache.reserve(sequence, 1));
     cache.fork(sequence);
