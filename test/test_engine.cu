@@ -398,6 +398,9 @@ TEST_CASE("the text of an answer goes on from the prompt, and ends before the fi
     CHECK(run(request)[0].text == " 2 4 2 4 2 4");
     request.stop = {" 2 4", "4"};
     CHECK(run(request)[0].text == "");
+    // As much is held back as the longest beginning of any of them, also where a shorter one is there, too.
+    request.stop = {"4 4", " 2 4 2 4 2"};
+    CHECK(run(request)[0].text == "");
     request.stop = {"2 4 2 ", "4 2"};
     CHECK(run(request)[0].text == " 2 ");
     CHECK(answers[0].finish_reason == std::string("stop"));
@@ -423,9 +426,23 @@ TEST_CASE("the text of an answer goes on from the prompt, and ends before the fi
         return error_of([&] { requests.add(other); });
     };
     CHECK(one_line_with(refused([](TextRequest& r) { r.prompt = {-1}; }), "token -1"));
+    CHECK(one_line_with(refused([&](TextRequest& r) { r.prompt = {static_cast<int32_t>(config.V)}; }),
+                        concat("token ", config.V, ", but the model knows 0 to ", config.V - 1)));
+    CHECK(one_line_with(refused([&](TextRequest& r) { r.prompt.resize(static_cast<size_t>(config.T_max), 1); }),
+                        concat("the prompt has ", config.T_max, " tokens, and prompt and answer together")));
     CHECK(one_line_with(refused([](TextRequest& r) { r.stop = {""}; }), "a stop string is empty"));
     CHECK(one_line_with(refused([](TextRequest& r) { r.scores_prompt = true; }), "logprobs must be 0 or more"));
-    CHECK(one_line_with(refused([](TextRequest& r) { r.beams = BeamOptions{}, r.stop = {}; }), "beam search gives"));
+    for (const std::function<void(TextRequest&)> unsupported :
+         {+[](TextRequest& r) { r.stop = {"a"}; },
+          +[](TextRequest& r) {
+              r.sampling.logit_bias = {{5, 1}};
+          },
+          +[](TextRequest& r) { r.sampling.logprobs = 0; }, +[](TextRequest& r) { r.n = 5; }})
+        CHECK(one_line_with(refused([&](TextRequest& r) {
+                                r.beams = BeamOptions{.n_beams = 4}, r.stop = {}, r.sampling.logit_bias = {};
+                                unsupported(r);
+                            }),
+                            "beam search gives"));
     const int64_t id = requests.add(request);
     CHECK(requests.unfinished().size() == 1);
     requests.cancel(id);

@@ -71,12 +71,20 @@ TEST_CASE("generate goes on from a prompt, the same way in every setting", "[gen
     CHECK(generate(forced + " --lookup 2").out == table);
     // A token that the tokenizer does not have adds no text.
     const TempFolder folder;
-    std::string tokenizer = slurp(newest_checkpoint(trained_run()) + "/tokenizer.json");
+    const std::string tokenizer = slurp(newest_checkpoint(trained_run()) + "/tokenizer.json");
     const std::string entry = "\"x\": 120,";
     REQUIRE(tokenizer.find(entry) != std::string::npos);
-    spit(folder / "tokenizer.json", tokenizer.replace(tokenizer.find(entry), entry.size(), ""));
-    CHECK(generate("--tokenizer " + folder.path + " --prompt 'Line 1' --tokens 4 --logit-bias 120:100").out ==
-          "Line 1\n");
+    const auto replaced = [&](const std::string& by) {
+        std::string text = tokenizer;
+        return text.replace(text.find(entry), entry.size(), by);
+    };
+    const std::string forced_x = "--tokenizer " + folder.path + " --prompt 'Line 1' --tokens 4 --logit-bias 120:100";
+    spit(folder / "tokenizer.json", replaced(""));
+    CHECK(generate(forced_x).out == "Line 1\n");
+    // An answer that ends before a stop text ends before all of the token that completes it: here x, and a byte that
+    // begins a character.
+    spit(folder / "tokenizer.json", replaced("\"x\u00c3\": 120,"));
+    CHECK(generate(forced_x + " --stop x").out == "Line 1\n");
     const Outcome stopped = generate("--prompt 'Line 1' --tokens 200 --temperature 0 --stop e");
     CHECK(stopped.out.find('e', 6) == std::string::npos);
     // A stop text is one text, whatever brackets it has, and --flag=TEXT may begin as flags do.
@@ -469,6 +477,10 @@ TEST_CASE("a model whose logits are not finite is said to be one", "[generate][p
         CHECK_THAT(batch.err, ContainsSubstring("2 answers have no text, and will be asked for by the next run"));
         CHECK(slurp(out).empty());  // so that they will
     }
+    // Also where a prompt alone is scored.
+    spit(folder / "in", "{\"prompt\": \"ab\", \"tokens\": 0, \"logprobs\": 0, \"prompt_logprobs\": true}\n");
+    const std::string scored = model + " --batch " + (folder / "in") + " --out " + (folder / "scored");
+    CHECK_THAT(run_program("generate", scored).err, ContainsSubstring("1 answer has no text"));
     spit(folder / "text", "some text");
     const Outcome perplexity = run_program("generate", model + " --eval " + (folder / "text"));
     CHECK(perplexity.status == 2);

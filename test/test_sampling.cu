@@ -196,6 +196,28 @@ TEST_CASE("sampling: options out of range are named", "[sampling]") {
     SamplingOptions many;
     many.logprobs = 21;
     check_named(many, "logprobs is 21; it must be from 0 to 20, or -1");
+    // The bounds are allowed, and the next number behind each is not.
+    const auto check_bounds = [&](double SamplingOptions::*option, const std::string& name, double least, double most) {
+        for (const auto& [bound, beyond] : {std::pair(least, -kInfinity), {most, kInfinity}}) {
+            SamplingOptions o;
+            o.*option = bound;
+            CHECK_NOTHROW(check_sampling(o, 100));
+            o.*option = std::nextafter(bound, beyond);
+            check_named(o, name + " is ");
+        }
+    };
+    check_bounds(&SamplingOptions::temperature, "temperature", 1e-6, 1e6);
+    check_bounds(&SamplingOptions::top_p, "top_p", std::numeric_limits<double>::denorm_min(), 1);
+    check_bounds(&SamplingOptions::min_p, "min_p", 0, 1);
+    check_bounds(&SamplingOptions::repetition_penalty, "repetition_penalty", 0.01, 100);
+    check_bounds(&SamplingOptions::presence_penalty, "presence_penalty", -100, 100);
+    check_bounds(&SamplingOptions::frequency_penalty, "frequency_penalty", -100, 100);
+    check_named(options(1, -1, 1, 0), "top_k is -1");
+    for (const int64_t n : {-2, 21}) many.logprobs = n, check_named(many, concat("logprobs is ", n));
+    for (const int64_t n : {-1, 20}) many.logprobs = n, check_sampling(many, 100);
+    check_sampling(biased({{0, -100}, {99, 100}}), 100);
+    for (const double bias : {std::nextafter(-100, -kInfinity), std::nextafter(100, kInfinity)})
+        check_named(biased({{1, bias}}), "logit_bias of token 1 is ");
 
     Buffer logits(DType::f32, {3, 10});
     TestSampler test(2, 10);
