@@ -176,8 +176,10 @@ void print_row(const Trainer& t, const TensorLayout& layout, const char* name, i
 
 void print_tensor_bills(const Trainer& t) {
     const int n = static_cast<int>(t.options.tp);
+    // A rank of a pipeline has some of the blocks, of several micro-batches: its own row of the plan says how much.
     std::printf(
-        "geometry of %d ranks that divide each layer: what one of them has and sends; times if nothing is hidden\n", n);
+        "geometry of %d ranks that divide each layer%s: what one of them has and sends; times if nothing is hidden\n",
+        n, t.pipeline ? ", of the whole model, without --pp" : "");
     std::printf("  %-21s %10s %12s %12s", "", "parameters", "activations", "sent a step");
     for (const Link& link : kLinks) std::printf(" %11s", link.name);
     std::printf("\n");

@@ -262,6 +262,11 @@ TEST_CASE("--plan has the published costs of 1D, 2D, 2.5D and 3D", "[program][ra
     const std::string products = "the stages' products take ", stages = "--pp 2 --micro-batch 8 --ranks ";
     CHECK(after(products, stages + "16 --tp 8 --tp-mode 3d") ==
           Approx(1e3 * after(products, stages + "2") / 8).epsilon(0.02));
+    // The rows are those of the whole model, also where a rank has a stage of it.
+    const std::string plan = "--plan --model tiny --batch 4 --seq 16 --device-spec h100 --tp 2 --ranks ";
+    const auto title = ContainsSubstring("that divide each layer, of the whole model, without --pp: what one of them");
+    CHECK_THAT(printed_by("train_gpt", plan + "4 --pp 2"), title);
+    CHECK_THAT(printed_by("train_gpt", plan + "2"), !title);
     // Of a small model most of the time is that of messages, 3 us and 6 us each. In each of 4 blocks 2 products leave
     // the ranks' parts in 1D, where an all-reduce forward and one backward have 2 (P - 1) messages; in 2D and 3D 4
     // products have q (4 log2 q + 2) and 9 (q - 1).
