@@ -384,6 +384,9 @@ void expect_fp8_sizes(Fp8Recipe recipe, int64_t N, int64_t C, int64_t O) {
     expect_multiple("model", "output channels of a linear layer", O, 16);
     expect_multiple("model", "input channels of a linear layer", C, 16);
     expect_multiple("model", kTokens, N, 16);
+    constexpr int64_t kMost = int64_t{65535} * kTile;  // a GPU's grids have at most 65535 rows of blocks
+    check(N <= kMost, "model: a micro-batch of ", N, " tokens, and the casts of fp8 take at most ", kMost,
+          ": use a smaller --micro-batch, or --dtype bf16");
 }
 
 constexpr std::pair<Fp8Recipe, const char*> kRecipeNames[] = {{Fp8Recipe::none, "none"},

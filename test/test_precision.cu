@@ -138,6 +138,7 @@ TEST_CASE("precisions that make no sense are refused", "[program][precision]") {
         {"--dtype fp8 --fp8 tensor", "use none, delayed, current or block"},
         {"--dtype fp8 --fp8 none", "use delayed, current or block"},
         {"--dtype fp8 --batch 1 --seq 20", "--seq 20 is not a multiple of 16"},
+        {"--plan --dtype fp8 --batch 8192 --seq 1024", "at most 8388480"},
         {"--recompute 0", "--recompute 0"},
         {"--attention tensor", "unknown tier of attention 'tensor': use auto, cores, mma or hopper"},
         {"--attention mma", "attention on 'mma' is for bf16 and f16, not for f32"},
