@@ -452,6 +452,21 @@ TEST_CASE("ranks that share a device are refused what together is more than it h
     CHECK_FALSE(std::filesystem::exists(folder / "run"));
 }
 
+TEST_CASE("the plan of a large model on many ranks takes seconds", "[program][ranks][plan]") {
+    // LLaMA 70B: a pipeline of 80 ranks has a block on each. Where the places at which a block of states may be cut
+    // were listed, and sorted, for each rank, this took minutes.
+    const TempFolder folder;
+    write_text_file(folder / "config.json",
+                    R"({"model_type": "llama", "vocab_size": 128256, "hidden_size": 8192, "num_hidden_layers": 80,
+                        "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672})");
+    const double begin = seconds_now();
+    printed_by("train_gpt",
+               "--plan --dtype bf16 --seq 4096 --batch 160 --micro-batch 1 --ranks 160 --pp 80 --zero 1 "
+               "--device-spec h100 --model " +
+                   folder / "config.json");
+    CHECK(seconds_now() - begin < 20);
+}
+
 TEST_CASE("the plan for many ranks is the ZeRO paper's table", "[program][ranks][plan]") {
     const Outcome plan = run_program("train_gpt", "--plan --ranks 64 --params 7.5e9 --dtype fp16 --device-spec h100");
     INFO(plan.out << plan.err);

@@ -27,6 +27,41 @@ std::span<const Param> params_of(const Unit& unit, const std::vector<Param>& par
     return {first, std::lower_bound(first, params.end(), unit.offset + unit.n, lies_before)};
 }
 
+// Where boundaries of a unit's shards may lie: the beginning of each parameter, in it the multiples of `step` elements
+// (0: none), and the unit's end. They are not listed: a large model has hundreds of millions of them, and the plan of a
+// pipeline looks for boundaries three times for each rank.
+class AllowedPlaces {
+  public:
+    AllowedPlaces(const Unit& unit, const std::vector<Param>& params, int64_t step) : step_(step) {
+        for (const Param& param : params_of(unit, params))
+            params_.push_back({param.offset - unit.offset, param.value.n()});
+        // The biases of q, k and v lie behind their weights, and are listed between them.
+        std::ranges::sort(params_, {}, &Range::first);
+        params_.push_back({unit.n, 1});
+    }
+    int64_t nearest(double place) const {
+        const int64_t from = std::min<int64_t>(std::llround(place), params_.back().first);
+        auto param = std::ranges::upper_bound(params_, from, {}, &Range::first);
+        if (param == params_.begin()) return param->first;
+        --param;
+        // The first place from there on, so many steps into its parameter; and the last one before it.
+        int64_t steps = steps_to(from - param->first);
+        if (steps > 0 && steps >= steps_to(param->n)) ++param, steps = 0;
+        const int64_t at = param->first + steps * step_;
+        if (steps == 0 && param == params_.begin()) return at;
+        if (steps == 0) --param, steps = steps_to(param->n);
+        const int64_t before = param->first + (steps - 1) * step_;
+        return place - static_cast<double>(before) < static_cast<double>(at) - place ? before : at;
+    }
+
+  private:
+    // How many places lie in the first n elements of a parameter.
+    int64_t steps_to(int64_t n) const { return step_ > 0 ? ceil_div(n, step_) : n > 0; }
+
+    int64_t step_;
+    std::vector<Range> params_;  // in the order of their places; the last one is the unit's end
+};
+
 // The boundaries of a unit's shards, at the allowed places nearest to those that would make all ranks' totals equal.
 // loads: elements that each rank has of the units before; this unit's are added.
 std::vector<int64_t> shard_boundaries(const Unit& unit, const std::vector<Param>& params, const Sharding& sharding,
@@ -36,15 +71,7 @@ std::vector<int64_t> shard_boundaries(const Unit& unit, const std::vector<Param>
     bounds[0] = 0;
     if (sharding.naive || size == 1) return bounds;  // all of it is rank 0's
 
-    std::vector<int64_t> allowed;
-    for (const Param& param : params_of(unit, params)) {
-        const int64_t first = param.offset - unit.offset, step = sharding.granularity;
-        allowed.push_back(first);
-        for (int64_t e = step; step > 0 && e < param.value.n(); e += step) allowed.push_back(first + e);
-    }
-    allowed.push_back(unit.n);
-    std::ranges::sort(allowed);  // the biases of q, k and v lie behind their weights, and are listed between them
-
+    const AllowedPlaces allowed(unit, params, sharding.granularity);
     // The unit's elements go to those ranks that have less than the mean, in proportion to what each of them lacks.
     int64_t total = unit.n;
     for (int64_t load : loads) total += load;
@@ -55,11 +82,7 @@ std::vector<int64_t> shard_boundaries(const Unit& unit, const std::vector<Param>
     double wanted = 0;  // the boundary behind rank r, if any place were allowed
     for (size_t r = 0; r + 1 < size; ++r) {
         wanted += lack(loads[r]) * static_cast<double>(unit.n) / all_lack;
-        auto at = std::lower_bound(allowed.begin(), allowed.end(), std::llround(wanted));
-        if (at == allowed.end() ||
-            (at != allowed.begin() && wanted - static_cast<double>(at[-1]) < static_cast<double>(*at) - wanted))
-            --at;
-        bounds[r + 1] = std::max(bounds[r], *at);
+        bounds[r + 1] = std::max(bounds[r], allowed.nearest(wanted));
     }
     for (size_t r = 0; r < size; ++r) loads[r] += bounds[r + 1] - bounds[r];
     return bounds;
