@@ -163,6 +163,9 @@ TEST_CASE("sampling: no token where the logits are not finite or every token is 
         const auto sampled = test.draw(logits, {{&o}, {&o}, {&o}, {&o}});
         for (size_t row = 0; row < 3; ++row) CHECK(sampled[row].token == -1);
         CHECK(sampled[3].token != -1);
+        const SamplingRow given{.options = &o, .given = 1};
+        const auto known = test.draw(logits, {given, given, given, given});
+        for (size_t row = 0; row < 4; ++row) CHECK(known[row].token == (row < 3 ? -1 : 1));
         SamplingOptions banned = o;
         banned.logit_bias = {{0, -kInfinity}, {2, -kInfinity}};
         CHECK(test.draw(logits.tensor().slice(3, 1), {{&banned}})[0].token == -1);
