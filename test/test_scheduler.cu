@@ -262,8 +262,8 @@ TEST_CASE("scheduler: who was preempted comes back when each of its answers has 
         CHECK(engine.scheduler.n_running() == (comes_back ? 2 : 1));
     }
     // To be computed again, two answers of two tokens: three pages for the first, two for the other, which shares the
-    // prompt's, and one for the first request to grow, which has two. Each answer takes a page less where it ends before
-    // that.
+    // prompt's, and one for the first request to grow, which has two. Each answer takes a page less where it ends
+    // before that.
     for (const auto& [n_pages, max_tokens, comes_back] :
          std::vector<std::tuple<int64_t, int64_t, bool>>{{8, 12, true}, {7, 12, false}, {6, 4, true}, {5, 4, false}}) {
         SimulatedEngine engine =
