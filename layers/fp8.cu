@@ -85,6 +85,18 @@ __device__ __forceinline__ unsigned finite_magnitude(float x) {
     return bits < 0x7f800000u ? bits : 0u;
 }
 
+// most[j] = max(most[j], finite |x[j]|). (On the CPU device a function of its own: g++ would exchange its loop with the
+// one over rows around it, and then make no SIMD instructions.)
+template <int n>
+#ifdef CUDA_ON_CPU
+[[gnu::noinline]]
+#else
+__device__ __forceinline__
+#endif
+void raise(unsigned (&most)[n], const float (&x)[n]) {
+    for (int j = 0; j < n; ++j) most[j] = max(most[j], finite_magnitude(x[j]));
+}
+
 // Both largest numbers are 1.75 powers of two, 448 = 1.75 2^8 and 57344 = 1.75 2^15. So for an amax of m 2^e, 1 <= m <
 // 2, the scale is s = 2^(8 - e), or half of that if m > 1.75: in that case adding 0.25 minus one unit to m carries into
 // the exponent.
@@ -118,7 +130,7 @@ __global__ void amax_kernel(float* amax, const T* inp, int64_t n, const float* k
     for (int64_t i = first + threadIdx.x * kN; i < last; i += blockDim.x * kN) {
         float x[kN];
         load_chunk(x, inp + i, n - i);
-        for (int l = 0; l < kN; ++l) most[l] = max(most[l], finite_magnitude(x[l]));
+        raise(most, x);
     }
     for (int l = 1; l < kN; ++l) most[0] = max(most[0], most[l]);
     if constexpr (kAmaxThreads > 1) {
@@ -185,7 +197,7 @@ __device__ __forceinline__ void store_straight(Code* to, const Code (&codes)[kPa
         if (row + i >= rows || col >= cols) continue;
         Code* const at = to + (row + i) * cols + col;
         if constexpr (kOnCpu) {
-            for (int64_t j = 0; j < min(cols - col, static_cast<int64_t>(kPatch)); ++j) at[j] = codes[i][j];
+            std::copy_n(codes[i], min(cols - col, static_cast<int64_t>(kPatch)), at);
         } else {
             Packed<Code, kPatch> pack;
             for (int j = 0; j < kPatch; ++j) pack.v[j] = codes[i][j];
@@ -218,8 +230,7 @@ __global__ void __launch_bounds__(kTileThreads) quantise_kernel(Target to, const
         }
     } else if constexpr (kShared == Shared::column) {
         unsigned most[kPatch] = {};
-        for (int i = 0; i < kPatch; ++i)
-            for (int j = 0; j < kPatch; ++j) most[j] = max(most[j], finite_magnitude(values[i][j]));
+        for (int i = 0; i < kPatch; ++i) raise(most, values[i]);
         if constexpr (kPatches > 1) {
             __shared__ unsigned parts[kPatches][kTile];
             for (int j = 0; j < kPatch; ++j) parts[y][x * kPatch + j] = most[j];
@@ -242,8 +253,7 @@ __global__ void __launch_bounds__(kTileThreads) quantise_kernel(Target to, const
         unsigned most = 0;
         if (kShared == Shared::square || to.recorded) {
             unsigned columns[kPatch] = {};
-            for (int i = 0; i < kPatch; ++i)
-                for (int j = 0; j < kPatch; ++j) columns[j] = max(columns[j], finite_magnitude(values[i][j]));
+            for (int i = 0; i < kPatch; ++i) raise(columns, values[i]);
             for (int j = 0; j < kPatch; ++j) most = max(most, columns[j]);
             if constexpr (kTileThreads > 1) {
                 __shared__ float scratch[kWarp];
