@@ -107,12 +107,9 @@ __global__ void __launch_bounds__(T::kThreadsX* T::kThreadsY)
     float* dout_tile = q_tile + T::kOthersFloats;
     [[maybe_unused]] float* dq_tile = dout_tile + T::kOthersFloats;
     [[maybe_unused]] float* k_lines = dq_tile + T::kOthersFloats;  // the keys as they are, not transposed
-    typename T::Scores registers[2];
-    typename T::Scores &scores = scores_in<T>(registers[0], probs), &dscores = scores_in<T>(registers[1], dS);
-    typename T::Columns dk_acc, dv_acc;
     if constexpr (kWithDq) for_rows(dq, b, kv * group, group, shape, [](float&) { return 0.0f; });
 
-    for (int s0 = first_key; s0 < (kWithDq ? mask.T : first_key + 1); s0 += T::kRows) {
+    for (int s0 = first_key;; s0 += T::kRows) {
         const int n_rows = min(T::kRows, mask.T - s0);
         load_rows<T>(k_rows, k.head(b, kv) + s0 * k.token_stride, k.token_stride, n_rows, shape.D);
         load_rows<T>(v_rows, v.head(b, kv) + s0 * v.token_stride, v.token_stride, n_rows, shape.Dv);
@@ -121,6 +118,9 @@ __global__ void __launch_bounds__(T::kThreadsX* T::kThreadsY)
         const View view = view_of<false>(mask, b, s0, T::kRows);
         RowIntervals<T> rows;
         rows.template find<false>(mask, b, s0);
+        typename T::Scores registers[2];
+        typename T::Scores &scores = scores_in<T>(registers[0], probs), &dscores = scores_in<T>(registers[1], dS);
+        typename T::Columns dk_acc, dv_acc;
         clear<T>(dk_acc);
         clear<T>(dv_acc);
         for (int64_t h = kv * group; h < (kv + 1) * group; ++h) {
@@ -159,6 +159,7 @@ __global__ void __launch_bounds__(T::kThreadsX* T::kThreadsY)
         store_rows<T>(dv.head(b, kv) + s0 * dv.token_stride, dv.token_stride, dv_acc, factor, n_rows, shape.Dv);
         for (int r = 0; r < T::kR; ++r) factor[r] = shape.scale;
         store_rows<T>(dk.head(b, kv) + s0 * dk.token_stride, dk.token_stride, dk_acc, factor, n_rows, shape.D);
+        if (!kWithDq || s0 + T::kRows >= mask.T) break;
     }
     if constexpr (kWithDq) for_rows(dq, b, kv * group, group, shape, [&](float& sum) { return sum * shape.scale; });
 }
