@@ -53,7 +53,8 @@ double evaluate(Trainer& t, const BatchReader& data, int64_t n_sequences) {
         cudaCheck(cudaStreamSynchronize(stream));  // the next batch is read into the same host memory
     }
     t.sum_over_ranks(stream);
-    return read_numbers(t, stream).loss_sum() / static_cast<double>(n_sequences * t.options.seq);
+    const double loss = read_numbers(t, stream).loss_sum() / static_cast<double>(n_sequences * t.options.seq);
+    return std::isnan(loss) ? NAN : loss;  // without its sign: the line and log.csv say "nan", never "-nan"
 }
 
 bool note_best(Trainer& t, int64_t step, double val_loss) {
