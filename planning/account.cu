@@ -26,6 +26,8 @@ std::vector<Visit> visits_of_micro_batch(const Model& model, const Recompute& re
 
 namespace {
 
+using Bytes = __int128;  // that all ranks together send: of a plan they may be more than 2^63
+
 // What ranks with the same weights do in a step: visits, each list this many times.
 struct RepeatedVisits {
     std::vector<Visit> visits;
@@ -83,17 +85,17 @@ std::vector<Tensor> optimizer_sums(const Trainer& t, const Model& model) {
 }
 
 // Bytes that tensor parallelism sends in a step, all ranks together.
-int64_t tensor_bytes(const Trainer& t, const RankWork& rank) {
+Bytes tensor_bytes(const Trainer& t, const RankWork& rank) {
     if (!t.tensor_parallel) return 0;
     const Model& model = rank.model;
-    int64_t visited = 0, shared = 0;
+    Bytes visited = 0, shared = 0;
     for (const auto& [visits, times] : rank.work) {
         const TensorTraffic traffic =
             tensor_traffic(model, t.micro_batch * t.options.rank_seq(), visits, t.options.recompute.selective);
-        visited += times * traffic.visits, shared = traffic.shared_gradients;
+        visited += Bytes{times} * traffic.visits, shared = traffic.shared_gradients;
     }
     const int64_t n = t.options.tp, numbers = 2 * (n - 1) * static_cast<int64_t>(t.step_sums().bytes());
-    int64_t sums = 0;  // that optimizers make of what they update, as shared gradients
+    Bytes sums = 0;  // that optimizers make of what they update, as shared gradients
     for (const Tensor& sum : optimizer_sums(t, model)) sums += 2 * (n - 1) * static_cast<int64_t>(sum.bytes());
     const int64_t fp8 =
         4 * fp8_maxima(rank) + static_cast<int64_t>(model.fp8_states.exists() ? model.fp8_states.bytes() : 0);
@@ -103,9 +105,9 @@ int64_t tensor_bytes(const Trainer& t, const RankWork& rank) {
 }
 
 // Bytes that context parallelism sends in a step, all ranks together: each attention is one call, forward or backward.
-int64_t context_traffic(const Trainer& t, const RankWork& rank) {
+Bytes context_traffic(const Trainer& t, const RankWork& rank) {
     if (!t.context_parallel) return 0;
-    int64_t bytes = 0;  // of a rank
+    Bytes bytes = 0;  // of a rank
     const ContextParallel::Sizes sizes = t.attention_sizes();
     for (const auto& [visits, times] : rank.work) {
         for (const Visit& visit : visits) {
@@ -118,14 +120,14 @@ int64_t context_traffic(const Trainer& t, const RankWork& rank) {
 }
 
 // Bytes of all ranks that have these weights, or other parts of the same layers.
-int64_t traffic_of(const Trainer& t, const RankWork& rank) {
+Bytes traffic_of(const Trainer& t, const RankWork& rank) {
     const Model& model = rank.model;
     const Sharding& s = model.sharding;
-    const int64_t P = model.n, W = static_cast<int64_t>(dtype_bytes(model.weights.dtype)),
-                  G = static_cast<int64_t>(dtype_bytes(model.grads.dtype)), M = t.local_batch / t.micro_batch;
+    const Bytes P = model.n, W = dtype_bytes(model.weights.dtype), G = dtype_bytes(model.grads.dtype),
+                M = t.local_batch / t.micro_batch;
     const int64_t small =
         static_cast<int64_t>(t.step_sums().bytes() + (model.fp8_states.exists() ? model.fp8_states.bytes() : 0));
-    int64_t big = 2 * P * G;
+    Bytes big = 2 * P * G;
     if (s.naive || s.zero == 1) big = P * (G + W);
     if (s.zero == 2) big = P * (M * G + W);
     if (s.zero == 3) big = P * M * G + fetched_n(rank) * W;
@@ -152,12 +154,12 @@ RankWork work_of_stage_rank(const Trainer& t, int rank) {
 }
 
 // Bytes between the ranks of all pipelines.
-int64_t pipeline_traffic(const Trainer& t, const std::vector<RankWork>& ranks) {
+Bytes pipeline_traffic(const Trainer& t, const std::vector<RankWork>& ranks) {
     const Pipeline& pipeline = *t.pipeline;
     const int64_t pp = t.options.pp, n_pipelines = t.world.size / pp;
     // Numbers that are validated later go from rank to rank and back, with the norm.
     const Tensor numbers = validates_later(t.options) ? t.totals : t.step_sums();
-    int64_t bytes = 2 * (pp - 1) * static_cast<int64_t>(numbers.bytes());
+    Bytes bytes = 2 * (pp - 1) * static_cast<int64_t>(numbers.bytes());
     for (int rank = 0; rank < pp; ++rank) bytes += pipeline.planned(rank).bytes;
     bytes *= n_pipelines;
     const Sharding& s = t.model.sharding;
@@ -175,12 +177,12 @@ int64_t pipeline_traffic(const Trainer& t, const std::vector<RankWork>& ranks) {
 
 }  // namespace
 
-int64_t expected_traffic(const Trainer& t) {
+__int128 expected_traffic(const Trainer& t) {
     if (!t.pipeline)
         return traffic_of(
             t, {t.model, {{visits_of_micro_batch(t.model, t.options.recompute), t.local_batch / t.micro_batch}}});
     std::vector<RankWork> ranks;
-    int64_t bytes = 0;
+    Bytes bytes = 0;
     for (int rank = 0; rank < t.options.pp; ++rank) {
         ranks.push_back(work_of_stage_rank(t, rank));
         bytes += traffic_of(t, ranks.back());
@@ -261,7 +263,8 @@ void print_account(Trainer& t, const Traffic& step, bool only_trains, const Comm
     // A step whose update was undone did a part of its work twice.
     const bool known = (only_trains || !t.model.sharding.shards_weights()) &&
                        !(t.pipeline && t.pipeline->updates_put_back() > 0) && traffic_is_known(t);
-    std::printf("  sent by all %20s  %18lld\n", known ? std::to_string(expected_traffic(t)).c_str() : "",
+    const int64_t expected = known ? static_cast<int64_t>(expected_traffic(t)) : 0;  // a run counts in int64, too
+    std::printf("  sent by all %20s  %18lld\n", known ? std::to_string(expected).c_str() : "",
                 static_cast<long long>(sent));
     if (time.total == 0) return;  // stopped by a signal: the last step was not timed
     if (device().is_cpu)

@@ -70,7 +70,8 @@ std::pair<int, double> largest_pipeline_rank(Trainer& trainer);  // which takes 
 // account.cu: at the end of a run on many ranks. step: what this rank sent and received in one step; only_trains: that
 // step followed another one, and no sample or evaluation, so that the formula holds. Collective; rank 0 prints.
 void print_account(Trainer& trainer, const Traffic& step, bool only_trains, const CommTime& time);
-int64_t expected_traffic(const Trainer& trainer);  // bytes that all ranks together send in a step
+// Bytes that all ranks together send in a step, which may be more than 2^63.
+__int128 expected_traffic(const Trainer& trainer);
 // Does that hold for these options?
 bool traffic_is_known(const Trainer& trainer);
 std::vector<Visit> visits_of_micro_batch(const Model& model, const Recompute& recompute);  // forward and backward

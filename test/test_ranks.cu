@@ -539,6 +539,24 @@ TEST_CASE("a plan tells what a rank sends where the formula holds", "[program][r
     }
 }
 
+// All together send more than 2^63 bytes. With as many sequences, a rank sends what one of 64 does, but for their own
+// share.
+TEST_CASE("a plan tells what each of 65536 ranks sends", "[program][ranks][plan]") {
+    const auto sent = [](int64_t ranks, const std::string& flags) {
+        const std::string plan =
+            printed_by("train_gpt", concat("--plan --model llama-8b --device-spec h100 --seq 2048 --sample 0 ", flags,
+                                           " --ranks ", ranks, " --batch ", 8192 * ranks));
+        const size_t line = plan.find("  a rank sends"), unit = plan.find("iB", line);  // "TiB", and the number of GB
+        REQUIRE(unit < plan.find('\n', line));
+        return std::stod(plan.substr(unit + 2));
+    };
+    for (const std::string flags : {"--micro-batch 1 --zero 2", "--micro-batch 1 --zero 3",
+                                    "--micro-batch 1 --zero 3 --cp 2", "--micro-batch 16 --tp 8 --pp 2"}) {
+        INFO(flags);
+        CHECK(sent(65536, flags) == Approx(sent(64, flags)).epsilon(1. / 32));  // --cp 2: shards of 32 ranks
+    }
+}
+
 TEST_CASE("a bucket that is larger than all gradients holds them all", "[program][ranks][plan]") {
     const auto total = [](const std::string& mib) {
         const std::string flags = "--plan --ranks 4 --batch 4 --sample 0 --data " + text_file() + " --bucket-mib ";
