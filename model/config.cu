@@ -159,10 +159,13 @@ Config config_of_rank(const Config& c, const TensorLayout& layout) {
     constexpr int64_t most = 8192;  // layers/layers.h
     check(local.C <= most, "model configuration: hidden_size ", c.C,
           columns > 1 ? concat(" on ", columns, " ranks") : "", ": norms take rows of at most ", most,
-          " columns on a rank");
+          " columns on a rank: ",
+          columns > 1 ? "give --tp more ranks, or use a smaller model"
+                      : "use a smaller model, or train it with tensor parallelism in 2d, 2.5d or 3d, which divides the "
+                        "rows (doc/ranks.md)");
     const int64_t latent = std::max(c.q_rank, c.kv_rank);
     check(latent <= most, "model configuration: a latent of ", latent,
-          " columns (q_lora_rank, kv_lora_rank): norms take rows of at most ", most);
+          " columns (q_lora_rank, kv_lora_rank): norms take rows of at most ", most, ": use a smaller model");
     return local;
 }
 

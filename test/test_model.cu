@@ -797,10 +797,17 @@ TEST_CASE("a model that does not fit together is refused", "[model]") {
     c.C = 8192;
     CHECK(config_of_rank(c, {}).C == 8192);
     c.C = 8256;
+    // What to do: in a text for generate, too, which has no --tp-mode.
     CHECK_THROWS_WITH(build_model(c, {}, 16, a, b, d),
-                      ContainsSubstring("hidden_size 8256: norms take rows of at most"));
+                      ContainsSubstring("hidden_size 8256: norms take rows of at most") &&
+                          ContainsSubstring("a rank: use a smaller model, or") && !ContainsSubstring("--"));
+    c.C = 2 * 8256;
+    CHECK_THROWS_WITH(
+        config_of_rank(c, tensor_layout(TensorMode::two_d, 0, 4)),
+        ContainsSubstring("hidden_size 16512 on 2 ranks: ") && ContainsSubstring(": give --tp more ranks"));
     c.C = 64, c.kv_rank = 8256;
-    CHECK_THROWS_WITH(config_of_rank(c, {}), ContainsSubstring("a latent of 8256"));
+    CHECK_THROWS_WITH(config_of_rank(c, {}),
+                      ContainsSubstring("a latent of 8256") && ContainsSubstring("8192: use a smaller model"));
 }
 
 // As a step on Hopper computes it, with products of ours, and as cuBLASLt's products and kernels behind them do: what
