@@ -675,13 +675,16 @@ TEST_CASE("a fault that all ranks find is one line under mpirun, too", "[program
     if (!have_mpirun()) SKIP_TEST("no MPI");
     const TempFolder folder;
     const std::string run = " --out " + (folder / "run"), data = " --data " + text_file();
+    std::filesystem::create_directory(folder / "other");
+    spit(folder / "other/log.csv", "");
     for (const auto& [flags, says] : {std::pair<std::string, std::string>{data + " --batch 3", "--batch 3"},
                                       {data + " --seq 1000000", "--seq 1000000"},
                                       {data + " --ranks 3", "--ranks 3 under an mpirun of 2"},
                                       {data + " --comm threads", "--comm threads under mpirun"},
+                                      {data + " --out " + (folder / "other"), "holds a run"},
                                       {" --data " + (folder / "absent"), "no data at"}}) {
         const Outcome outcome =
-            run_shell(concat("OMP_NUM_THREADS=1 ", mpirun_command(2), program_path("train_gpt"), flags, run));
+            run_shell(concat("OMP_NUM_THREADS=1 ", mpirun_command(2), program_path("train_gpt"), run, flags));
         INFO(outcome.err);
         CHECK(outcome.status == 2);
         const size_t at = outcome.err.find("train_gpt: ");

@@ -179,9 +179,17 @@ std::string open_model(const TrainOptions& o, std::optional<RunModel>& model) {
     });
 }
 
+// A new run does not write into the folder of another.
+static void expect_no_run(const std::string& out) {
+    check(!std::filesystem::exists(out + "/log.csv"), out,
+          latest_checkpoint(out)
+              ? " already holds a run: continue it with --resume, or choose another --out"
+              : " holds a run that has saved no checkpoint: delete the folder, or choose another --out");
+}
+
 std::string open_run(const TrainOptions& o, const RunModel& model, Mesh& mesh, std::optional<Trainer>& trainer,
                      std::optional<RunData>& data) {
-    return fault_of([&] {
+    const std::string fault = fault_of([&] {
         trainer.emplace(o, model.config, mesh);
         trainer->take_memory();  // counts; the kernels' limits on sizes are checked here
         if (o.plan || o.account) return;
@@ -190,6 +198,15 @@ std::string open_run(const TrainOptions& o, const RunModel& model, Mesh& mesh, s
         if (trainer->world.rank == 0)
             trainer->model_files = collect_model_files(o, model.config, model.tokenizer, *data);
     });
+    if (o.plan || o.account || o.resume) return fault;
+    // Rank 0's folder is that of all. A run in it is a fault of all ranks, and not of the one that sees it.
+    const std::string its_fault = fault_of([&] {
+        if (mesh.world().rank != 0 || o.out.empty()) return;
+        check_not_written(o.out);
+        expect_no_run(o.out);
+    });
+    const std::string of_folder = mesh.world().size == 1 ? its_fault : broadcast_text(mesh.world(), its_fault);
+    return fault.empty() ? of_folder : fault;
 }
 
 // Flags are typed once, but mpirun may start different programs on different machines.
@@ -273,10 +290,7 @@ std::unique_ptr<RunFolder> settle_folder(Trainer& t, const RunData& data) {
     if (first) {
         folder = std::make_unique<RunFolder>(out);
         out = folder->path();
-        check(t.options.resume || !std::filesystem::exists(out + "/log.csv"), out,
-              latest_checkpoint(out)
-                  ? " already holds a run: continue it with --resume, or choose another --out"
-                  : " holds a run that has saved no checkpoint: delete the folder, or choose another --out");
+        if (!t.options.resume) expect_no_run(out);  // with the lock: no other process begins one now
     }
     if (t.world.size > 1) {
         out = broadcast_text(t.world, out);
