@@ -309,6 +309,27 @@ TEST_CASE("a cache of one row has room for two tokens, and no look-up is longer 
     CHECK(e.answers.size() == 1);
 }
 
+// Each prompt has one row more than a chunk, so that no step of as many tokens and sequences has more chunks.
+TEST_CASE("a step has memory for the chunks of long prompts", "[inference][engine]") {
+    const Config config = small_llama();
+    const ModelWithMemory m(config, config.T_max);
+    for (const int64_t n : {1, 3}) {
+        EngineOptions options;
+        options.scheduler = {.step_tokens = n * (kChunkRows + 1), .max_sequences = n};
+        EngineWithMemory e(m.model, options);
+        std::deque<Request> requests(static_cast<size_t>(n));
+        uint64_t n_added = 0;
+        for (Request& request : requests) {
+            request.id = static_cast<int64_t>(++n_added), request.max_tokens = 1;
+            request.prompt = random_tokens(kChunkRows + 1, config.V, n_added);
+            e.engine.add(request);
+        }
+        e.finish();
+        CHECK(std::ssize(e.answers) == n);
+        CHECK(e.engine.n_steps() == 1);
+    }
+}
+
 // A sequence may lie in memory where one lay that has ended.
 TEST_CASE("what is looked up for an answer is its own text", "[inference][engine]") {
     const Config config = small_llama();
