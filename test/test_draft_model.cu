@@ -190,7 +190,10 @@ TEST_CASE("answers end with a draft model as they do without", "[inference][draf
         if (e == &same) CHECK(e->engine.speculation().steps == 3);
         if (e == &plain) CHECK(e->engine.n_steps() == 12);
         for (const int32_t stop : all) {  // some are drawn where the draft has another token
+            const int64_t before = e->engine.speculation().proposed;
             run(12, {stop}, 1000);
+            // The same model proposes what is drawn behind the first token, and nothing behind the stop token.
+            if (e == &same) CHECK(e->engine.speculation().proposed - before <= std::ssize(answer()));
             CHECK(answer() == std::vector<int32_t>(all.begin(), std::find(all.begin(), all.end(), stop)));
             CHECK(reason == "stop");
         }
@@ -209,6 +212,17 @@ TEST_CASE("answers end with a draft model as they do without", "[inference][draf
     }
     CHECK(plain.engine.speculation().text().empty());
     CHECK_THAT(same.engine.speculation().text(), ContainsSubstring("100.0% of "));
+}
+
+TEST_CASE("a draft model whose logits are not finite proposes nothing", "[inference][draft]") {
+    const Config config = small_llama();
+    const ModelWithMemory m(config, config.T_max), broken(config, config.T_max);
+    for (const Param& param : broken.model.params)  // bytes 0xFF: not a number
+        cudaCheck(cudaMemsetAsync(param.value.data, 0xFF, param.value.bytes(), device().stream));
+    EngineWithMemory plain(m.model, {}), e(m.model, {}, &broken.model);
+    CHECK(sampled_answers(e, config.V) == sampled_answers(plain, config.V));
+    CHECK(e.engine.speculation().proposed == 0);
+    check_draft_is_empty(e);
 }
 
 TEST_CASE("a draft model's memory is what was planned, and what cannot be is refused", "[inference][draft]") {
