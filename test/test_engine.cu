@@ -307,6 +307,17 @@ TEST_CASE("a cache of one row has room for two tokens, and no look-up is longer 
     e.engine.add(request);
     e.finish();
     CHECK(e.answers.size() == 1);
+    // The last page of the longest sequence is not full: the model has no positions for its other rows.
+    options.cache = {.page_size = 3, .n_pages = ceil_div(config.T_max, 3)};
+    REQUIRE(config.T_max % 3 > 0);
+    CHECK(Engine(m.model, options).options().scheduler.max_length == config.T_max);
+    options.cache.n_pages -= 1;
+    CHECK(Engine(m.model, options).options().scheduler.max_length == options.cache.n_pages * 3);
+    // Pages on the host: as many as on the device, or as asked for.
+    options.scheduler.preemption = Preemption::swap;
+    CHECK(Engine(m.model, options).options().cache.n_host_pages == options.cache.n_pages);
+    options.cache.n_host_pages = 2;
+    CHECK(Engine(m.model, options).options().cache.n_host_pages == 2);
 }
 
 // Each prompt has one row more than a chunk, so that no step of as many tokens and sequences has more chunks.
