@@ -247,6 +247,8 @@ TEST_CASE("a draft model's memory is what was planned, and what cannot be is ref
                       ContainsSubstring("a length of 18 tokens: the draft model has 17 positions"));
     options.scheduler.max_length = 17;
     CHECK(Engine(m.model, options, &small.model).options().scheduler.max_length == 17);
+    options.draft_tokens = std::numeric_limits<int64_t>::max();  // no draft is longer than a sequence
+    CHECK(Engine(m.model, options, &small.model).options().draft_tokens == 17);
     options.lookup = 3;
     CHECK_THROWS_WITH(Engine(m.model, options, &small.model), ContainsSubstring("no prompt look-up beside it"));
 }
