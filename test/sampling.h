@@ -127,7 +127,7 @@ inline std::vector<Case> cases() {
                             {"top_k, top_p", options(0.8, 9, 0.85, 0)},
                             {"all of them", options(1.3, 20, 0.9, 0.1)},
                             {"repetition 1.7", penalties(1.7, 0, 0), prompt, answer},
-                            {"presence 0.8", penalties(1, 0.8, 0), prompt, answer},
+                            {"presence -2", penalties(1, -2, 0), prompt, answer},
                             {"frequency -0.8", penalties(1, 0, -0.8), prompt, answer},
                             {"three penalties", penalties(0.6, -0.5, 0.7), prompt, answer},
                             {"bias", biased({{0, -100}, {7, 3}, {8, -kInfinity}, {52, 2}, {7, -0.5}})}};
