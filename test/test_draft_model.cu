@@ -161,6 +161,24 @@ TEST_CASE("a draft model shares no row alone in the step that computes it", "[in
     CHECK(d.draft.cache().use().owned_pages == 2 + 2);  // of the second text's three pages one is the first's
 }
 
+TEST_CASE("a long prompt takes the rows that other sequences of a draft model leave", "[inference][draft]") {
+    const Config config = small_llama();
+    const ModelWithMemory m(config, config.T_max);
+    EngineOptions options;
+    options.cache = {.page_size = 4, .n_pages = 40};
+    options.scheduler = {.step_tokens = 5, .max_sequences = 2, .max_length = config.T_max};
+    options.graphs = false;
+    DraftWithMemory d(m.model, options, {.tokens = 5, .sequences = 2, .chunks = 2, .pages = 10});
+    Request request;
+    request.prompt = {1}, request.max_tokens = 39, request.sampling.temperature = 0;
+    Sequence longer, shorter;
+    longer.tokens = random_tokens(30, config.V, 1), shorter.tokens = random_tokens(3, config.V, 2);
+    longer.tokens[0] = shorter.tokens[0] = request.prompt[0];
+    d.draft.propose({{&request, &longer}, {&request, &shorter}});
+    CHECK(longer.draft.empty());
+    CHECK(std::ssize(shorter.draft) == options.draft_tokens);
+}
+
 TEST_CASE("answers end with a draft model as they do without", "[inference][draft]") {
     const Config config = small_llama();
     const ModelWithMemory m(config, config.T_max), other(other_model(config.V, config.T_max), config.T_max);
