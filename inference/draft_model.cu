@@ -65,7 +65,7 @@ void DraftModel::bring_up_to_date(std::span<const Drafted> drafted) {
         text.tokens = tokens;
         // The last token of the answer is drawn by the target in any case.
         const int64_t answer_n = std::ssize(tokens) - std::ssize(d.request->prompt);
-        text.wanted = std::min(options_.draft_tokens, d.request->max_tokens - answer_n - 1);
+        text.wanted = d.request->max_tokens - answer_n - 1;
     }
     for (const auto& [sequence, text] : before)
         if (text.cached) cache.end(*text.cached);
