@@ -252,6 +252,7 @@ TEST_CASE("a draft model's memory is what was planned, and what cannot be is ref
     for (const Arena* arena : {&both.cache, &both.activations, &both.pinned}) CHECK(arena->mark() == arena->bytes());
     CHECK(both.cache.bytes() == 2 * alone.cache.bytes());  // the same number of pages
     CHECK(both.activations.bytes() > alone.activations.bytes());
+    CHECK(both.pinned.bytes() < alone.pinned.bytes() + alone.cache.bytes());  // and none on the host
 
     Config larger = config, shorter = config;
     larger.V = 54, shorter.T_max = 17;
