@@ -313,6 +313,7 @@ TEST_CASE("a cache of one row has room for two tokens, and no look-up is longer 
     CHECK(Engine(m.model, options).options().scheduler.max_length == config.T_max);
     options.cache.n_pages -= 1;
     CHECK(Engine(m.model, options).options().scheduler.max_length == options.cache.n_pages * 3);
+    CHECK_THROWS_WITH(longest_sequence(config, nullptr, -1), ContainsSubstring("a length of -1 tokens"));
     // Pages on the host: as many as on the device, or as asked for.
     options.scheduler.preemption = Preemption::swap;
     CHECK(Engine(m.model, options).options().cache.n_host_pages == options.cache.n_pages);
