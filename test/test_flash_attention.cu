@@ -448,8 +448,8 @@ TEST_CASE("flash attention backward in one pass gives the numbers of two kernels
     if (!kOnCpu) SKIP_TEST("a GPU always has two kernels in float32");
     int n_one_pass = 0;
     for (const Case& c : grid()) {
-        Flash one(c, DType::f32, random_inputs(c, DType::f32, 43)),
-            two(c, DType::f32, random_inputs(c, DType::f32, 43));
+        const Values in = random_inputs(c, DType::f32, 43);
+        Flash one(c, DType::f32, in), two(c, DType::f32, in);
         const auto kernels_of = [](Flash& flash, int n_threads) {
             const Multiprocessors threads(n_threads);
             flash.forward();
