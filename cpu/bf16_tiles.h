@@ -185,7 +185,7 @@ template <class Tiles>
 void multiply_by_tiles(const Matrix& a, const Matrix& b, int64_t rows, int64_t columns, int64_t k, float alpha,
                        float beta, float* d, int64_t ld, float* space) {
     const Tiles in_use;
-    if (columns <= most_few_columns && a.column_stride == 1)
+    if (columns <= side && a.column_stride == 1)
         return multiply_few_with_tiles<Tiles>(a, b, rows, columns, k, alpha, beta, d, ld, space);
     int64_t first_k = 0;
     do {

@@ -123,6 +123,4 @@ int64_t sgemm_space(int64_t columns, int64_t k);
 
 constexpr int64_t panel_k = 384;  // the sum over k is formed anew for each so many, and these parts are added in order
 
-constexpr int64_t most_few_columns = 16;  // products with up to so many columns go another way: few_columns.h
-
 }  // namespace cuda_cpu

@@ -7,7 +7,7 @@
 // computed in the same way, and threads wait for each other only at the end.
 //
 // 16- and 8-bit matrices are widened to float32, which is exact, or paired (two bf16 matrices: sgemm.cpp), when sgemm
-// copies them to its packed panels. (Up to 16 columns need no panels of A: few_columns.h.) Where blocks of an fp8
+// copies them to its packed panels. (Few columns need no panels of A: few_columns.h.) Where blocks of an fp8
 // matrix have scales of their own, the product over one block of k is formed by itself, and added to the tile with its
 // scales.
 //

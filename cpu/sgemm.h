@@ -152,7 +152,7 @@ constexpr auto blocks =
 inline int64_t packed_space(int64_t columns, int64_t k) {
     constexpr int64_t lines = std::max(width, block_columns);
     return std::max((panel_rows + divide_up(columns, lines) * lines) * std::min(k, panel_k),
-                    columns <= most_few_columns ? most_few_columns * k : 0);
+                    columns <= most_few_columns(CUDA_R_32F) ? few_columns_space(columns, k) : 0);
 }
 
 // What is packed of A after the rows from first_row on of the k's from first_k on.
@@ -186,7 +186,7 @@ void multiply_lines(const float* packed_a, const float* b, int64_t b_stride, int
 template <class Arithmetic>
 void multiply_packed(const Matrix& a, const Matrix& b, int64_t rows, int64_t columns, int64_t k, float alpha,
                      float beta, float* d, int64_t ld, float* space) {
-    if (columns <= most_few_columns && a.column_stride == 1) {
+    if (columns <= most_few_columns(a.type) && a.column_stride == 1) {
         if constexpr (std::same_as<Arithmetic, Floats>)
             if (a.type == CUDA_R_16BF && b.type == CUDA_R_16BF)
                 return multiply_few_columns<WidenedPairs>(a, b, rows, columns, k, alpha, beta, d, ld, space);

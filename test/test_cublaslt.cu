@@ -654,12 +654,12 @@ TEST_CASE("cublasLt: an element's bits come from its row and column alone", "[cu
             }
 }
 
-// Up to 16 columns with contiguous rows of A go another way (cpu/few_columns.h).
+// Up to 64 columns with contiguous rows of A go other ways (cpu/few_columns.h), which divide long sums.
 TEST_CASE("cublasLt: few columns have the bits that they have among many", "[cublaslt]") {
-    const int64_t sizes[][2] = {{1, 5}, {15, 16}, {32, 384}, {49, 400}, {112, 771}, {127, 1152}};
+    const int64_t sizes[][2] = {{1, 5}, {15, 16}, {32, 384}, {49, 400}, {112, 771}, {127, 1152}, {400, 400}, {6, 8300}};
     for (const auto& [m_any, k_any] : sizes)
         for (const Type& type : {f32, bf16, f16, e4m3, e5m2}) {
-            const int64_t grain = type.bytes == 1 ? 16 : 1, most = 20;  // fp8 has whole 16 rows and k's
+            const int64_t grain = type.bytes == 1 ? 16 : 1, most = 70;  // fp8 has whole 16 rows and k's
             const int64_t m = (m_any + grain - 1) / grain * grain, k = (k_any + grain - 1) / grain * grain;
             Matrices A(type, k, m, true, 1, false, col, 16),
                 B(type.id == e5m2.id ? e4m3 : type, k, most, true, 1, false, col, 16), bias(f32, m, 1, true);
@@ -682,7 +682,7 @@ TEST_CASE("cublasLt: few columns have the bits that they have among many", "[cub
                 return D.host;
             };
             const std::vector<char> all = multiply(most);
-            for (const int64_t n : {1, 2, 3, 5, 8, 11, 13, 16}) {
+            for (const int64_t n : {1, 2, 3, 5, 8, 11, 13, 16, 17, 24, 25, 33, 48, 49, 64}) {
                 INFO("m n k " << m << " " << n << " " << k << "  type " << type.id);
                 const std::vector<char> few = multiply(n);
                 const size_t bytes = all.size() / size_t(most) * size_t(n);
