@@ -130,23 +130,37 @@ void multiply_panel(const float* a, const float* b, int64_t rows, int64_t column
         }
 }
 
-// Up to 16 columns where A's rows are contiguous: each 16 rows x 32 k's of A are a tile x where they are, and B is the
-// y. The hardware's prefetchers lose 16 rows at a time, so A is fetched here, a few tiles ahead of the one that is
-// loaded: further on in its rows or, near their ends, from the first k's of the next 16 rows. (One core of a Xeon with
-// AMX reads weights of GPT-2 124M from memory at 90 % of the rate of adding up an array for one column, and at 87 %
-// for eight. To fetch all of the next 16 rows to the second-level cache, as few_columns.h does, gives 79 % and 74 %.)
-template <class Tiles>
+// ---------------------------------------------------------------------------------------------------------------------
+// Few columns
+
+constexpr int64_t most_few_for_tiles = 3 * side;
+
+// f(0), f(1), ..., f(n - 1), with numbers known to the compiler.
+template <int n, class F>
+void for_each_tile(F f) {
+    [&]<int... t>(std::integer_sequence<int, t...>) { (f(std::integral_constant<int, t>()), ...); }
+    (std::make_integer_sequence<int, n>());
+}
+
+// b_tiles * 16 columns where A's rows are contiguous: each 16 rows x 32 k's of A are a tile x where they are, and B is
+// the y's. Tile registers 0 to 2 hold sums, 4 a tile of A, and 5 to 7 tiles of B. The hardware's prefetchers lose 16
+// rows at a time, so A is fetched here, a few tiles ahead of the one that is loaded: further on in its rows or, near
+// their ends, from the first k's of the next 16 rows. (Two cores of a Xeon with AMX read weights that come from memory
+// at 92 % of the rate of adding up an array for up to 16 columns, and at 68 to 83 % of it for 32, where packing A takes
+// 1.6 to 2 times as long. For 48 columns it takes 1.5 to 2 times as long, for 64 as long as this.)
+template <class Tiles, int b_tiles>
 void multiply_few_with_tiles(const Matrix& a, const Matrix& b, int64_t rows, int64_t columns, int64_t k, float alpha,
                              float beta, float* d, int64_t ld, float* space) {
     constexpr int64_t ahead = 192;  // numbers
     const auto* const from = reinterpret_cast<const __nv_bfloat16*>(a.data);
+    const int64_t sliver = tiles_along(k) * tile_words;
     pack_pairs(b, b.column_stride, b.row_stride, columns, k, space);
-    alignas(64) float tile[tile_words];
+    alignas(64) float tiles[b_tiles * tile_words];
     for (int64_t first = 0; first < rows; first += side) {
         const int64_t count = std::min<int64_t>(side, rows - first);
         int64_t first_k = 0;
         do {
-            Tiles::template zero<0>();
+            for_each_tile<b_tiles>([](auto t) { Tiles::template zero<decltype(t)::value>(); });
             const int64_t end = std::min(k, first_k + panel_k);
             for (int64_t l = first_k; l < end; l += 2 * side) {
                 const __nv_bfloat16* const place = from + first * a.row_stride + l;
@@ -155,28 +169,37 @@ void multiply_few_with_tiles(const Matrix& a, const Matrix& b, int64_t rows, int
                     for (int i = 0; i < side; ++i) __builtin_prefetch(next + i * a.row_stride);
                     Tiles::template load<4>(place, a.row_stride * 2);
                 } else {
-                    std::memset(tile, 0, sizeof tile);
+                    std::fill_n(tiles, tile_words, 0.0f);
                     for (int64_t i = 0; i < count; ++i)
-                        std::memcpy(tile + i * side, place + i * a.row_stride,
+                        std::memcpy(tiles + i * side, place + i * a.row_stride,
                                     size_t(std::min<int64_t>(2 * side, end - l)) * 2);
-                    Tiles::template load<4>(tile, row_bytes);
+                    Tiles::template load<4>(tiles, row_bytes);
                 }
-                Tiles::template load<6>(space + l / (2 * side) * tile_words, row_bytes);
-                Tiles::template add_products<0, 4, 6>();
+                const float* const tile_of_b = space + l / (2 * side) * tile_words;
+                for_each_tile<b_tiles>([&](auto t) {
+                    constexpr int y = 5 + t;
+                    Tiles::template load<y>(tile_of_b + t * sliver, row_bytes);
+                    Tiles::template add_products<decltype(t)::value, 4, y>();
+                });
             }
-            Tiles::template store<0>(tile, row_bytes);
-            transpose_tile(tile);
+            for_each_tile<b_tiles>([&](auto t) {
+                Tiles::template store<decltype(t)::value>(tiles + t * tile_words, row_bytes);
+                transpose_tile(tiles + t * tile_words);
+            });
             for (int64_t j = 0; j < columns; ++j)
-                finish_sums<side / width>(tile + j * side, alpha, first_k == 0 ? beta : 1.0f, d + first + j * ld,
+                finish_sums<side / width>(tiles + j * side, alpha, first_k == 0 ? beta : 1.0f, d + first + j * ld,
                                           count);
             first_k += panel_k;
         } while (first_k < k);
     }
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+
 inline int64_t space_of_tiles(int64_t columns, int64_t k) {
-    const int64_t lines = tile_panel_rows + divide_up(columns, side) * side;
-    return std::max(lines * tiles_along(std::min(k, panel_k)), side * tiles_along(k)) * side;
+    const int64_t b_lines = divide_up(columns, side) * side;
+    const int64_t panels = (tile_panel_rows + b_lines) * tiles_along(std::min(k, panel_k));
+    return std::max(panels, columns <= most_few_for_tiles ? b_lines * tiles_along(k) : 0) * side;
 }
 
 // What sgemm (cublas_lt.h) promises, of bf16 matrices. An object of the class Tiles exists while its registers are
@@ -185,8 +208,12 @@ template <class Tiles>
 void multiply_by_tiles(const Matrix& a, const Matrix& b, int64_t rows, int64_t columns, int64_t k, float alpha,
                        float beta, float* d, int64_t ld, float* space) {
     const Tiles in_use;
-    if (columns <= side && a.column_stride == 1)
-        return multiply_few_with_tiles<Tiles>(a, b, rows, columns, k, alpha, beta, d, ld, space);
+    if (columns <= most_few_for_tiles && a.column_stride == 1) {
+        const auto multiply = columns <= side       ? multiply_few_with_tiles<Tiles, 1>
+                              : columns <= 2 * side ? multiply_few_with_tiles<Tiles, 2>
+                                                    : multiply_few_with_tiles<Tiles, 3>;
+        return multiply(a, b, rows, columns, k, alpha, beta, d, ld, space);
+    }
     int64_t first_k = 0;
     do {
         const int64_t length = std::min(panel_k, k - first_k), tiles = tiles_along(length);

@@ -27,8 +27,8 @@
 // 512 bytes further on in its row or, near the row's end, of the row that comes next; on AMD's the next group of rows,
 // in the order in which it lies in memory (packing.h: Order). Two cores of a Xeon with AVX-512 read a float32 A for up
 // to eight columns as fast as they add up an array, and for 16 columns at 86 to 97 % of that rate. (To fetch the next
-// group of rows there, as before, took a tenth longer for rows of 3072 numbers, and a half for 14336: the second-level
-// cache does not hold two such groups.) One core of an AMD EPYC (Zen 4) does so for up to four columns; from 5 columns
+// group of rows there takes a tenth longer for rows of 3072 numbers, and a half for 14336: the second-level cache does
+// not hold two such groups.) One core of an AMD EPYC (Zen 4) does so for up to four columns; from 5 columns
 // on (16 bits: from 2) the arithmetic takes longer, with AVX-512 at 16 columns 95 % of its peak.
 #pragma once
 

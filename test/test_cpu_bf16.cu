@@ -128,7 +128,8 @@ struct Product {
 // Edges of every kind: of tiles of 16, of blocks of 32, of panels of 192 rows and 384 k's; few columns and many.
 template <class F>
 void for_each_product(F f) {
-    const int64_t sizes[][3] = {{1, 1, 1}, {16, 17, 32}, {33, 5, 385}, {17, 33, 63}, {50, 16, 70}, {195, 40, 416}};
+    const int64_t sizes[][3] = {{1, 1, 1},    {16, 17, 32},   {33, 5, 385}, {17, 33, 63},
+                                {50, 16, 70}, {195, 40, 416}, {33, 50, 70}};
     for (const auto& [m, n, k] : sizes)
         for (int choice = 0; choice < 4; ++choice) {
             INFO("m n k " << m << " " << n << " " << k << "  choice " << choice);
