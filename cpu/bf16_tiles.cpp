@@ -108,7 +108,7 @@ bool ask_for_tiles() {
         !__builtin_cpu_supports("avx512dq"))
         return false;
     if (syscall(SYS_arch_prctl, request_permission, tile_data) != 0) return false;
-    if (product_is_right(50, 37, 400) && product_is_right(37, 5, 70)) return true;
+    if (product_is_right(50, 57, 400) && product_is_right(37, 5, 70)) return true;
     std::fprintf(stderr,
                  "CUDA on the CPU: this processor's tile instructions (AMX) give wrong products; going on "
                  "without them. Please report this, with the processor's name.\n");
