@@ -67,23 +67,31 @@ inline void pack_rows(const Matrix& matrix, int64_t line_stride, int64_t k_strid
     for (int64_t first = 0; first < count; first += side)
         for (int64_t first_k = 0; first_k < k; first_k += 2 * side, to += tile_words)
             for (int64_t i = 0; i < std::min<int64_t>(side, count - first); ++i) {
-                const int64_t numbers = std::min<int64_t>(2 * side, k - first_k);
+                const __nv_bfloat16* const line = from + (first + i) * line_stride + first_k;
                 float* const row = to + i * side;
-                std::memcpy(row, from + (first + i) * line_stride + first_k, size_t(numbers) * 2);
-                std::memset(reinterpret_cast<char*>(row) + numbers * 2, 0, size_t(2 * side - numbers) * 2);
+                if (first_k + 2 * side <= k) {
+                    std::memcpy(row, line, row_bytes);  // of a length that the compiler knows: one move
+                } else {
+                    std::memset(row, 0, row_bytes);
+                    std::memcpy(row, line, size_t(k - first_k) * 2);
+                }
             }
 }
 
 // b_tiles * 16 columns and a_tiles * 16 rows of A B for the k's of `tiles` tiles: sums[column * 2 * side + row]. A
-// sliver of 16 lines is `tiles` tiles. Tile registers 0 to 3 hold sums, 4 and 5 tiles of B, 6 and 7 tiles of A.
+// sliver of 16 lines is `tiles` tiles. Tile registers 0 to 3 hold sums, 4 and 5 tiles of B, 6 and 7 tiles of A. Of what
+// is packed next n_ahead lines are fetched with each tile, as long as there are any. (A step of GPT-2 124M takes 5 %
+// less time.)
 template <class Tiles, int a_tiles, int b_tiles>
-void multiply_tile_block(const float* a, const float* b, int64_t tiles, float* sums) {
+void multiply_tile_block(const float* a, const float* b, int64_t tiles, float* sums, Ahead& ahead, int64_t n_ahead) {
     const int64_t sliver = tiles * tile_words;
     Tiles::template zero<0>();
     if constexpr (a_tiles > 1) Tiles::template zero<1>();
     if constexpr (b_tiles > 1) Tiles::template zero<2>();
     if constexpr (a_tiles > 1 && b_tiles > 1) Tiles::template zero<3>();
+    Ahead lines = ahead;  // in registers
     for (int64_t t = 0; t < tiles; ++t, a += tile_words, b += tile_words) {
+        for (int64_t l = std::min(n_ahead, lines.n_left()); l > 0; --l) lines.fetch();
         Tiles::template load<4>(b, row_bytes);
         Tiles::template load<6>(a, row_bytes);
         Tiles::template add_products<0, 4, 6>();
@@ -97,6 +105,7 @@ void multiply_tile_block(const float* a, const float* b, int64_t tiles, float* s
         }
         if constexpr (a_tiles > 1 && b_tiles > 1) Tiles::template add_products<3, 5, 7>();
     }
+    ahead = lines;
     Tiles::template store<0>(sums, 2 * row_bytes);
     if constexpr (a_tiles > 1) Tiles::template store<1>(sums + side, 2 * row_bytes);
     if constexpr (b_tiles > 1) Tiles::template store<2>(sums + side * 2 * side, 2 * row_bytes);
@@ -113,7 +122,9 @@ inline void finish_sums(const float* sums, float alpha, float beta, float* d, in
 
 template <class Tiles>
 void multiply_panel(const float* a, const float* b, int64_t rows, int64_t columns, int64_t tiles, float alpha,
-                    float beta, float* d, int64_t ld) {
+                    float beta, float* d, int64_t ld, Ahead ahead) {
+    const int64_t n_blocks = divide_up(columns, 2 * side) * divide_up(rows, 2 * side);
+    const int64_t n_ahead = divide_up(ahead.n_left(), std::max(n_blocks * tiles, int64_t(1)));  // no k: no tiles
     alignas(64) float sums[4 * tile_words];
     for (int64_t j = 0; j < columns; j += 2 * side)
         for (int64_t i = 0; i < rows; i += 2 * side) {
@@ -123,7 +134,7 @@ void multiply_panel(const float* a, const float* b, int64_t rows, int64_t column
             if (block_i <= side && block_j <= side) multiply = multiply_tile_block<Tiles, 1, 1>;
             else if (block_i <= side) multiply = multiply_tile_block<Tiles, 1, 2>;
             else if (block_j <= side) multiply = multiply_tile_block<Tiles, 2, 1>;
-            multiply(a + i / side * tiles * tile_words, b + j / side * tiles * tile_words, tiles, sums);
+            multiply(a + i / side * tiles * tile_words, b + j / side * tiles * tile_words, tiles, sums, ahead, n_ahead);
             for (int64_t column = 0; column < block_j; ++column)
                 finish_sums<2 * side / width>(sums + column * 2 * side, alpha, beta, d + i + (j + column) * ld,
                                               block_i);
@@ -214,6 +225,7 @@ void multiply_by_tiles(const Matrix& a, const Matrix& b, int64_t rows, int64_t c
                                                     : multiply_few_with_tiles<Tiles, 3>;
         return multiply(a, b, rows, columns, k, alpha, beta, d, ld, space);
     }
+    const Order order = best_order(false);
     int64_t first_k = 0;
     do {
         const int64_t length = std::min(panel_k, k - first_k), tiles = tiles_along(length);
@@ -223,7 +235,7 @@ void multiply_by_tiles(const Matrix& a, const Matrix& b, int64_t rows, int64_t c
             const int64_t count = std::min(tile_panel_rows, rows - row);
             pack_pairs(a.from(0, row, first_k), a.row_stride, a.column_stride, count, length, space);
             multiply_panel<Tiles>(space, packed_b, count, columns, tiles, alpha, first_k == 0 ? beta : 1.0f, d + row,
-                                  ld);
+                                  ld, next_part(a, rows, k, row, first_k, tile_panel_rows, order));
         }
         first_k += panel_k;
     } while (first_k < k);

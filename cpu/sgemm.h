@@ -155,12 +155,13 @@ inline int64_t packed_space(int64_t columns, int64_t k) {
                     columns <= most_few_columns(CUDA_R_32F) ? few_columns_space(columns, k) : 0);
 }
 
-// What is packed of A after the rows from first_row on of the k's from first_k on.
-inline Ahead next_part(const Matrix& a, int64_t rows, int64_t k, int64_t first_row, int64_t first_k, Order order) {
-    first_row += panel_rows;
+// What is packed of A, at_a_time rows together, after the rows from first_row on of the k's from first_k on.
+inline Ahead next_part(const Matrix& a, int64_t rows, int64_t k, int64_t first_row, int64_t first_k, int64_t at_a_time,
+                       Order order) {
+    first_row += at_a_time;
     if (first_row >= rows) first_row = 0, first_k += panel_k;
     if (first_k >= k) return {};
-    return {a.from(0, first_row, first_k), std::min(panel_rows, rows - first_row), std::min(panel_k, k - first_k),
+    return {a.from(0, first_row, first_k), std::min(at_a_time, rows - first_row), std::min(panel_k, k - first_k),
             order};
 }
 
@@ -210,7 +211,7 @@ void multiply_packed(const Matrix& a, const Matrix& b, int64_t rows, int64_t col
             for (int64_t column = 0; column < columns; column += group) {
                 const int64_t next = column + group, count_b = std::min(group, columns - column);
                 const Matrix part = b.from(0, first_k, column);
-                Ahead ahead = next_part(a, rows, k, row, first_k, order);
+                Ahead ahead = next_part(a, rows, k, row, first_k, panel_rows, order);
                 if (next < columns)
                     ahead = {b.from(0, first_k, next).transposed(), std::min(group, columns - next), length};
                 float* const d_part = d + row + column * ld;

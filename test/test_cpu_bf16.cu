@@ -102,7 +102,8 @@ struct Product {
             return *reinterpret_cast<const uint16_t*>(matrix.at(0, row, column));
         };
         float result = old_d[size_t(j * ld + i)];
-        for (int64_t panel = 0; panel < k; panel += 384) {
+        int64_t panel = 0;
+        do {
             float sum = 0;
             for (int64_t first = panel; first < std::min(k, panel + 384); first += 32) {
                 float parts[2] = {};
@@ -112,7 +113,8 @@ struct Product {
             }
             const float panel_beta = panel == 0 ? beta : 1;
             result = panel_beta == 0 ? alpha * sum : std::fma(alpha, sum, panel_beta * result);
-        }
+            panel += 384;
+        } while (panel < k);
         return result;
     }
 
@@ -125,11 +127,11 @@ struct Product {
     }
 };
 
-// Edges of every kind: of tiles of 16, of blocks of 32, of panels of 192 rows and 384 k's; few columns and many.
+// Edges of every kind: of tiles of 16, of blocks of 32, of panels of 192 rows and 384 k's; few columns and many; no k at all.
 template <class F>
 void for_each_product(F f) {
     const int64_t sizes[][3] = {{1, 1, 1},    {16, 17, 32},   {33, 5, 385}, {17, 33, 63},
-                                {50, 16, 70}, {195, 40, 416}, {33, 50, 70}};
+                                {50, 16, 70}, {195, 40, 416}, {33, 50, 70}, {33, 50, 0}};
     for (const auto& [m, n, k] : sizes)
         for (int choice = 0; choice < 4; ++choice) {
             INFO("m n k " << m << " " << n << " " << k << "  choice " << choice);
