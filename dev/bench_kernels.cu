@@ -369,7 +369,7 @@ std::vector<Operation> operations(const Config& c, int64_t B, int64_t T, DType d
     for (const auto& [name, power] : {std::pair{"embedding", 1}, {"embedding, skewed ids", 4}})
         table.push_back({name, "backward", nc, x + 2 * wte_rows, 0, [=, power = power](Data& d) -> Launch {
                              const Tensor dout = d.random({B, T, C}), tokens = d.tokens({B, T}, V, power),
-                                          scratch = d.integers({embedding_backward_scratch_n(N, C)});
+                                          scratch = d.integers({embedding_backward_scratch_n(dtype, N, C)});
                              const Tensor dwte = d.random({Vp, C}), dwpe = gpt2 ? d.random({T, C}) : Tensor{};
                              return [=] { embedding_backward(dwte, dwpe, dout, tokens, {}, true, true, scratch, s); };
                          }});

@@ -61,6 +61,7 @@
 #include "layers/layers.h"
 
 #include <algorithm>
+#include <climits>
 
 namespace {
 
@@ -408,7 +409,23 @@ void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tensor wte, 
 
 static int64_t n_partial(int64_t n_places, int64_t C) { return 2 * ceil_div(n_places, kPiece) * C; }
 
-int64_t embedding_backward_scratch_n(int64_t n_places, int64_t C) {
+// The threads of a block, whole warps, and the blocks that share a row of C columns in chunks of n.
+struct RowBlocks {
+    int64_t threads, count;
+};
+static RowBlocks row_blocks(int64_t C, int n) {
+    const int64_t threads = std::min<int64_t>(kBlock, round_up(ceil_div(C, n), kWarp));
+    return {threads, ceil_div(C, threads * n)};
+}
+
+int64_t embedding_backward_scratch_n(DType dtype, int64_t n_places, int64_t C) {
+    dispatch_chunks(dtype, C, [&](auto chunk) {  // each block has a counter
+        static_assert(kArrivals * kPiece <= INT_MAX, "the sort stores places as 32-bit integers");
+        check(
+            ceil_div(n_places, kPiece) * row_blocks(C, decltype(chunk)::n).count <= kArrivals, "a micro-batch of ",
+            n_places, " tokens of ", C,
+            " channels is too large for the gradient of the embedding: use a smaller --micro-batch or a shorter --seq");
+    });
     return n_partial(n_places, C) + 2 * n_places;  // partial sums; sorted ids, and their places
 }
 
@@ -440,13 +457,9 @@ static void add_by_lists(Tensor dtable, Tensor dout, Tensor ids, Tensor dwpe, bo
     int32_t* const memory = scratch.ptr<int32_t>();
     float* const partial = reinterpret_cast<float*>(memory);
     const SortedPlaces sorted = sort_places(ids, n_rows, memory + n_partial(n_places, C), stream);
-    const int64_t x = std::min<int64_t>(kBlock, round_up(ceil_div(C, n), kWarp));  // whole warps
-    const int64_t piece_blocks = ceil_div(n_places, kPiece), y = ceil_div(C, x * n),
-                  positions = !dwpe            ? 0
-                              : accumulate_wpe ? T_length
-                                               : dwpe.shape[0];
-    check(piece_blocks * y <= kArrivals, "embedding_backward: ", n_places, " tokens of ", C,
-          " channels are too many: use a smaller --micro-batch");
+    const auto [x, y] = row_blocks(C, n);
+    const int64_t piece_blocks = ceil_div(n_places, kPiece);
+    const int64_t positions = !dwpe ? 0 : accumulate_wpe ? T_length : dwpe.shape[0];
     const dim3 grid(static_cast<unsigned>(piece_blocks + positions), static_cast<unsigned>(y));
     embedding_backward_kernel<T, G, n><<<grid, static_cast<unsigned>(x), 0, stream>>>(
         dtable.ptr<G>(), partial, device().arrivals, dout.ptr<T>(), sorted.ids, sorted.order, n_places, C, n_rows,
@@ -488,9 +501,7 @@ void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Te
     zero_unless(accumulate_wte, dwte, stream);
     if (positions || dout.n() == 0) zero_unless(accumulate_wpe, dwpe, stream);
     if (dout.n() == 0) return;
-    // The sort stores places as 32-bit integers.
-    narrow(B * T_length, "embedding_backward: B T");
-    const int64_t scratch_n = embedding_backward_scratch_n(B * T_length, C);
+    const int64_t scratch_n = embedding_backward_scratch_n(dout.dtype, B * T_length, C);
     check(scratch && scratch.dtype == DType::i32 && scratch.n() >= scratch_n, name, ": scratch is ", scratch,
           ", expected i32 of at least ", scratch_n, " elements");
     expect_aligned(name, {{"scratch", scratch}});

@@ -255,18 +255,20 @@ int64_t column_sum_scratch_n(int64_t N, int64_t C);
 void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tensor wte, Tensor wpe, cudaStream_t stream);
 // A token of -1 has no row here: it gives zeros (with wpe its position's row), and its gradient goes nowhere.
 // Without accumulate_wte the rows of all other tokens are 0, without accumulate_wpe those of all other positions.
-// scratch: i32, of at least embedding_backward_scratch_n(B T, C) elements.
+// scratch: i32, of at least embedding_backward_scratch_n(dtype of dout, B T, C) elements.
 void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Tensor positions, bool accumulate_wte,
                         bool accumulate_wpe, Tensor scratch, cudaStream_t stream);
-int64_t embedding_backward_scratch_n(int64_t n_places, int64_t C);
+// Error, with what to do, where so many places are more than the kernels can count.
+int64_t embedding_backward_scratch_n(DType dtype, int64_t n_places, int64_t C);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // layernorm.cu:  out = (x - mean) * rstd * weight + bias      x = inp, or x = inp + branch  (the residual add, fused)
 //   out, inp, branch (N, C), sum (N, C) = x is written when there is a branch; weight, bias (C); mean, rstd (N) f32
-//   rstd = 1 / sqrt(mean_c((x - mean)^2) + eps);   C is at most 8192, for RMSNorm too
+//   rstd = 1 / sqrt(mean_c((x - mean)^2) + eps);   C is at most kMaxNormC, for RMSNorm too
 //   backward: dinp = layernorm's gradient + dsum  (dsum (N, C) optional: the gradient that reaches x past the norm; it
 //   may be the same memory as dinp). The branch's gradient is the same dinp: d(inp + branch) goes to both.
 
+constexpr int64_t kMaxNormC = 8192;
 void layernorm_forward(Tensor out, Tensor sum, Tensor mean, Tensor rstd, Tensor inp, Tensor branch, Tensor weight,
                        Tensor bias, float eps, cudaStream_t stream);
 // inp: the x of the forward (its `sum` where there was a branch).
@@ -544,13 +546,14 @@ void latent_keys_backward(const HeadColumns& down, const HeadColumns& dshared, c
 // ---------------------------------------------------------------------------------------------------------------------
 // flash_attention/paged_latent_attention.cu: MLA over a cache of latents in pages (paged_latent_write), without ever
 // expanding them to keys and values.
-//   row s of a sequence = [latent c_s (R) | rotated shared key r_s (Dr)],   R + Dr up to 1024
+//   row s of a sequence = [latent c_s (R) | rotated shared key r_s (Dr)],   R + Dr up to kMaxLatentColumns
 //   q     H heads of Dn + Dr columns in rows (1, N, ...): [q_h | rotated part]
 //   kv_b  (H (Dn + Dv), R): for each head Wk (Dn, R), by which keys are expanded from latents, and Wv (Dv, R), values
 //   score[s] = scale ((Wk^T q_h) . c_s + rotated part . r_s),   s <= position of n
 //   out[n,h] = Wv (sum over s of softmax(score)[s] c_s)           H heads of Dv columns in rows (1, N, ...)
 // Bits do not depend on pages, chunks and neighbours.
 
+constexpr int64_t kMaxLatentColumns = 1024;  // queries and outputs of a tile lie in shared memory
 void paged_latent_attention_forward(const HeadColumns& out, const HeadColumns& q, const PagedStep& step, Tensor kv_b,
                                     float scale, Tensor scratch, cudaStream_t stream);
 int64_t paged_latent_attention_scratch_n(int64_t N, int64_t H, int64_t R, int64_t Dr, int64_t max_length);

@@ -28,6 +28,7 @@
 #include "layers/chunk.cuh"
 #include "layers/column_sum.cuh"
 #include "layers/early_launch.cuh"
+#include "layers/layers.h"
 
 #include <algorithm>
 #include <bit>
@@ -48,7 +49,7 @@ namespace {
 
 constexpr int kBlockRows = 4;
 constexpr int kMaxRowThreads = 512;  // so that a thread may have 128 registers
-constexpr int64_t kMaxNormC = kMaxRowThreads * 16;
+static_assert(kMaxNormC == kMaxRowThreads * 16);
 
 // Rows that a warp shares, where 16 columns a thread are not enough. Their number of threads is known to the compiler.
 template <int kColumns>

@@ -198,7 +198,7 @@ Workspace take_workspace(const Model& model, int64_t B, int64_t T, bool training
         model.attention->take_gradients(take, model.local, workspace.dattention);
         model.feed_forward->take_gradients(take, model.local, workspace.dfeed_forward);
         workspace.embedding_scratch =
-            arena.take("shared by layers", DType::i32, {embedding_backward_scratch_n(N, c.C)});
+            arena.take("shared by layers", DType::i32, {embedding_backward_scratch_n(model.precision.dtype, N, c.C)});
         // One piece of scratch for all layers: its contents are needed within a single call only.
         scratch_n = std::max({scratch_n, layernorm_backward_scratch_n(N, c.C), rmsnorm_backward_scratch_n(N, c.C),
                               model.attention->scratch_n(model, B, T), model.feed_forward->scratch_n(model, B, T)});

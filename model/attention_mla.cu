@@ -192,7 +192,7 @@ int64_t rope_width(const Config& c) { return c.D_rope; }
 int64_t cache_width(const Config& c) { return c.kv_rank + c.D_rope; }
 int64_t cache_heads(const Config&) { return 2; }
 int64_t cache_scratch_n(const Config& c, int64_t N, int64_t max_length) {
-    constexpr int64_t most = 1024;  // layers/layers.h
+    constexpr int64_t most = kMaxLatentColumns;
     ::check(cache_width(c) <= most, "a model with kv_lora_rank ", c.kv_rank, " and qk_rope_head_dim ", c.D_rope,
             " cannot generate, because a cache has at most ", most,
             " elements a token for both; it can be trained, with --sample 0");

@@ -156,7 +156,7 @@ Config config_of_rank(const Config& c, const TensorLayout& layout) {
     Config local = c;
     local.H /= n, local.F /= n, local.K = std::max<int64_t>(1, c.K / n), local.C /= columns;
     // Found here, and not by the kernels of norms: those would name no size of the model, some only in the first step.
-    constexpr int64_t most = 8192;  // layers/layers.h
+    constexpr int64_t most = kMaxNormC;
     check(local.C <= most, "model configuration: hidden_size ", c.C,
           columns > 1 ? concat(" on ", columns, " ranks") : "", ": norms take rows of at most ", most,
           " columns on a rank: ",

@@ -73,7 +73,7 @@ TEST_CASE("embedding backward against float64", "[embedding]") {
                 Values de = rounded(random_values(rows * C, 4), gradient_dtype),
                        dp = rounded(random_values((T + 2) * C, 5), gradient_dtype);
                 const std::vector<int32_t> ids = random_tokens(s);
-                Buffer tokens(DType::i32, {B, T}), scratch(DType::i32, {embedding_backward_scratch_n(B * T, C)}),
+                Buffer tokens(DType::i32, {B, T}), scratch(DType::i32, {embedding_backward_scratch_n(dtype, B * T, C)}),
                     dout(dtype, {B, T, C}, dy);
                 Buffer dwte(gradient_dtype, {rows, C}, de), dwpe(gradient_dtype, {T + 2, C}, dp);
                 tokens.set_integers(ids);
@@ -113,7 +113,7 @@ TEST_CASE("embedding with positions against float64", "[embedding]") {
                 positions[static_cast<size_t>(i)] = begins ? 0 : positions[static_cast<size_t>(i - 1)] + 1;
             }
             Buffer tokens(DType::i32, {B, T}), places(DType::i32, {B, T}),
-                scratch(DType::i32, {embedding_backward_scratch_n(B * T, C)}), wte(dtype, {rows, C}, e),
+                scratch(DType::i32, {embedding_backward_scratch_n(dtype, B * T, C)}), wte(dtype, {rows, C}, e),
                 wpe(dtype, {T, C}, p), out(dtype, {B, T, C}), dout(dtype, {B, T, C}, dy), dwpe(DType::f32, {T, C}, dp),
                 dwte(DType::f32, {rows, C}, Values(static_cast<size_t>(rows * C))),
                 dwte_without(DType::f32, {rows, C}, Values(static_cast<size_t>(rows * C)));
@@ -188,7 +188,8 @@ TEST_CASE("embedding backward adds in the order that it promises, to the bit", "
                 const std::vector<float> sums = sums_by_pieces(ids, dy, rows, C);
                 Values expected = before;
                 for (size_t k = 0; k < sums.size(); ++k) expected[k] = static_cast<float>(before[k]) + sums[k];
-                Buffer tokens(DType::i32, {1, N}), scratch(DType::i32, {embedding_backward_scratch_n(N, C)}),
+                Buffer tokens(DType::i32, {1, N}),
+                    scratch(DType::i32, {embedding_backward_scratch_n(DType::f32, N, C)}),
                     dout(DType::f32, {1, N, C}, dy), dwte(DType::f32, {rows, C}, before);
                 tokens.set_integers(ids);
                 embedding_backward(dwte, {}, dout, tokens, {}, true, true, scratch, device().stream);
@@ -213,7 +214,7 @@ TEST_CASE("embedding backward of very frequent ids against float64", "[embedding
     for (DType dtype : {DType::f32, DType::bf16}) {
         const Values dy = rounded(random_values(N * C, 6), dtype);
         Values expected = rounded(random_values(rows * C, 7), DType::f32);
-        Buffer tokens(DType::i32, {1, N}), scratch(DType::i32, {embedding_backward_scratch_n(N, C)}),
+        Buffer tokens(DType::i32, {1, N}), scratch(DType::i32, {embedding_backward_scratch_n(dtype, N, C)}),
             dout(dtype, {1, N, C}, dy), dwte(DType::f32, {rows, C}, expected), again(DType::f32, {rows, C}, expected);
         tokens.set_integers(ids);
         embedding_backward(dwte, {}, dout, tokens, {}, true, true, scratch, device().stream);
@@ -237,7 +238,7 @@ TEST_CASE("embedding backward takes time in proportion to the number of places",
     const auto seconds = [](int64_t N, bool recurring) {
         std::vector<int32_t> ids(static_cast<size_t>(N));
         if (!recurring) std::iota(ids.begin(), ids.end(), 0);
-        Buffer tokens(DType::i32, {1, N}), scratch(DType::i32, {embedding_backward_scratch_n(N, 1)}),
+        Buffer tokens(DType::i32, {1, N}), scratch(DType::i32, {embedding_backward_scratch_n(DType::f32, N, 1)}),
             dout(DType::f32, {1, N, 1}, Values(static_cast<size_t>(N))),
             dwte(DType::f32, {N, 1}, Values(static_cast<size_t>(N)));
         tokens.set_integers(ids);
@@ -277,7 +278,7 @@ TEST_CASE("embedding backward is the transpose of embedding forward", "[embeddin
     const Case s{3, 17, 20, 9};
     const auto [B, T, C, rows] = s;
     const Values e = random_values(rows * C, 1), p = random_values(T * C, 2), dy = random_values(B * T * C, 3);
-    Buffer tokens(DType::i32, {B, T}), scratch(DType::i32, {embedding_backward_scratch_n(B * T, C)}),
+    Buffer tokens(DType::i32, {B, T}), scratch(DType::i32, {embedding_backward_scratch_n(DType::f32, B * T, C)}),
         wte(DType::f32, {rows, C}, e), wpe(DType::f32, {T, C}, p);
     Buffer out(DType::f32, {B, T, C}), dout(DType::f32, {B, T, C}, dy),
         dwte(DType::f32, {rows, C}, Values(rows * C, 0.0));
@@ -308,7 +309,7 @@ TEST_CASE("embedding of a position beyond the table", "[.][embedding_trap_of_pos
 }
 TEST_CASE("embedding's gradient of a token beyond the table", "[.][embedding_trap_of_gradient]") {
     Buffer tokens(DType::i32, {1, 3}), dwte(DType::f32, {4, 8}, Values(32)), dout(DType::f32, {1, 3, 8}, Values(24)),
-        scratch(DType::i32, {embedding_backward_scratch_n(3, 8)});
+        scratch(DType::i32, {embedding_backward_scratch_n(DType::f32, 3, 8)});
     tokens.set_integers({0, 4, 1});
     embedding_backward(dwte, {}, dout, tokens, {}, true, true, scratch, device().stream);
     dwte.values();
@@ -324,7 +325,7 @@ TEST_CASE("embedding stops at a token or a position beyond the table", "[embeddi
 
 TEST_CASE("embedding says what is wrong with its arguments", "[embedding][errors]") {
     Buffer out(DType::f32, {2, 3, 8}), tokens(DType::i32, {2, 3}), wte(DType::f32, {5, 8}), wpe(DType::f32, {3, 8});
-    Buffer scratch(DType::i32, {embedding_backward_scratch_n(6, 8)}), places(DType::i32, {2, 6}),
+    Buffer scratch(DType::i32, {embedding_backward_scratch_n(DType::f32, 6, 8)}), places(DType::i32, {2, 6}),
         short_wpe(DType::f32, {2, 8}), flat(DType::f32, {6, 8}), half(DType::bf16, {5, 8});
     const auto s = device().stream;
     CHECK_THROWS_WITH(embedding_forward(flat, tokens, {}, wte, wpe, s), ContainsSubstring("embedding_forward: out"));
@@ -350,4 +351,11 @@ TEST_CASE("embedding says what is wrong with its arguments", "[embedding][errors
                       ContainsSubstring("embedding_forward: wte starts at"));
     CHECK_THROWS_WITH(embedding_backward(shifted, {}, out, tokens, {}, true, true, scratch, s),
                       ContainsSubstring("embedding_backward: dwte starts at"));
+    // One block, with a counter, for every 128 places of 8 channels.
+    const int64_t most = 128 * kArrivals;
+    CHECK_NOTHROW(embedding_backward_scratch_n(DType::f32, most, 8));
+    CHECK_THROWS_WITH(
+        embedding_backward_scratch_n(DType::f32, most + 1, 8),
+        "a micro-batch of 8388609 tokens of 8 channels is too large for the gradient of the embedding: use a smaller "
+        "--micro-batch or a shorter --seq");
 }

@@ -237,9 +237,10 @@ TEST_CASE("full size: embedding", "[full_size]") {
         embedding_forward(small_out, tokens.rows(first, kCount), {}, wte, wpe, nullptr);
         check_same(out.rows(first, kCount), small_out, concat("out, sequence ", first));
     }
-    Large dwte(kDType, {V, C}), dwpe(kDType, {T, C}), scratch(DType::i32, {embedding_backward_scratch_n(B * T, C)});
+    Large dwte(kDType, {V, C}), dwpe(kDType, {T, C}),
+        scratch(DType::i32, {embedding_backward_scratch_n(kDType, B * T, C)});
     Large small_dwte(kDType, {V, C}), small_dwpe(kDType, {T, C}),
-        small_scratch(DType::i32, {embedding_backward_scratch_n(kCount * T, C)});
+        small_scratch(DType::i32, {embedding_backward_scratch_n(kDType, kCount * T, C)});
     for (const int64_t first : places(B, T * C)) {
         out.normal(4).only(first, kCount), dwte.zero(), dwpe.zero(), small_dwte.zero(), small_dwpe.zero();
         embedding_backward(dwte, dwpe, out, tokens, {}, true, true, scratch, nullptr);

@@ -144,7 +144,7 @@ TEST_CASE("the embedding of a divided vocabulary adds up to the whole", "[tensor
     std::vector<int32_t> ids;
     for (int64_t i = 0; i < B * T; ++i) ids.push_back(static_cast<int32_t>(i * i % V));
     Buffer tokens(DType::i32, {B, T}), here(DType::i32, {B, T}), dout(DType::f32, {B, T, C}, dy),
-        out(DType::f32, {B, T, C}), scratch(DType::i32, {embedding_backward_scratch_n(B * T, C)});
+        out(DType::f32, {B, T, C}), scratch(DType::i32, {embedding_backward_scratch_n(DType::f32, B * T, C)});
     tokens.set_integers(ids);
     // 16 rows: ids have as many bits as -1 has ones there.
     for (const int64_t width : {33, 16, 11}) {

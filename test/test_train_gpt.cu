@@ -267,6 +267,8 @@ TEST_CASE("bad input ends with one line that says what to do", "[program][train_
         {"--mask-documents", "all of it is one document"},
         {"--model llama-8b --batch 64 --seq 8192 --data " + file("long.bin", shard(20240520, 1, 200000, 400000, 5)),
          "needs"},
+        {"--model tiny --batch 4096 --seq 2064", "too large for the gradient of the embedding: use a smaller --micro"},
+        {"--plan --model tiny --batch 4096 --seq 2064", "a micro-batch of 8454144 tokens"},
         {"--model gpt2", "give the model's --tokenizer"},
         {"--new-data", "--new-data belongs to --resume"},
     };

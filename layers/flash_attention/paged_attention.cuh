@@ -17,8 +17,6 @@ struct PagedAttention {
     int64_t window;
 };
 
-constexpr int64_t kMaxLatentColumns = 1024;  // D of MLA: queries and outputs of a tile lie in shared memory
-
 // Checks the step (pool, page table, chunks) too.
 void paged_attention(const char* operation, const PagedAttention& arguments, const PagedStep& step, Tensor scratch,
                      cudaStream_t stream);

@@ -109,8 +109,8 @@ class Cube : public ColumnGeometry {
         inputs_ = take(bytes(s.rows * p_ * inputs, s.dtype)), outputs_ = take(bytes(s.rows * p_ * outputs, s.dtype));
         weight_pieces_ = take(bytes(weight * p_, s.dtype)), weight_ = take(bytes(weight * p_, s.dtype));
         gradient_pieces_ = take(bytes(weight * p_, s.grad_dtype)), gradient_ = take(bytes(weight * p_, s.grad_dtype));
-        lookup_scratch_ =
-            arena.take("blocks of other ranks", DType::i32, {embedding_backward_scratch_n(s.rows * p_, s.columns)});
+        lookup_scratch_ = arena.take("blocks of other ranks", DType::i32,
+                                     {embedding_backward_scratch_n(s.dtype, s.rows * p_, s.columns)});
         const auto none = [](DType dtype, int64_t n) { return make_tensor(nullptr, dtype, {n}); };
         const int64_t rows_n = s.rows * std::max(inputs, outputs);
         for (Comm* comm : {&y_, &z_})

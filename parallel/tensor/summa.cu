@@ -156,7 +156,7 @@ class Summa : public ColumnGeometry {
         }
         sum_ = take(gradient);
         lookup_scratch_ =
-            arena.take("blocks of other ranks", DType::i32, {embedding_backward_scratch_n(s.rows, s.columns)});
+            arena.take("blocks of other ranks", DType::i32, {embedding_backward_scratch_n(s.dtype, s.rows, s.columns)});
         if (s.whole_rows > 0) whole_rows_ = take(bytes(s.whole_rows * std::max(widest, q_ * s.columns), s.dtype));
         const auto none = [](DType dtype, int64_t n) { return make_tensor(nullptr, dtype, {n}); };
         const int64_t sample_n = s.whole_rows * std::max(widest, outputs);
