@@ -1,4 +1,5 @@
 // test/test_tensor_parallel.cu: layers that are divided among ranks, by themselves and in whole runs.
+#include "json.h"
 #include "layers/layers.h"
 #include "parallel/tensor/tensor.h"
 #include "reference.h"
@@ -324,14 +325,29 @@ TEST_CASE("adam8bit's blocks lie in the parts of --tp, and go on with the same",
     Runs runs;
     const std::string adam = "--optimizer adam8bit --lr 1e-3 ", four = adam + "--ranks 8 --tp 4 ";
     const std::string whole = runs.run("gpt2", four), run = runs.run("gpt2", four + "--stop-after 5 ");
-    for (const std::string& other : {adam + "--ranks 4 --tp 2 ", adam + "--ranks 4 --tp 4 --tp-mode 2d ", adam}) {
-        const Outcome resumed = runs.outcome("gpt2", other + "--resume ", run);
-        CHECK(resumed.status == 2);
-        CHECK_THAT(resumed.err, ContainsSubstring("the run had --tp 4") && ContainsSubstring("--optimizer adam8bit"));
-    }
     const std::string alone = runs.run("gpt2", adam + "--stop-after 5 ");
-    CHECK_THAT(runs.outcome("gpt2", adam + "--ranks 2 --tp 2 --resume ", alone).err,
-               ContainsSubstring("the run had --tp 1, "));
+    const std::array<std::string, 3> others[] = {
+        {run, "--ranks 4 --tp 2 ", "--tp 2 differs from the run in " + run + ", which has --tp 4: leave the flag out"},
+        {run, "--ranks 4 --tp 4 --tp-mode 2d ", "--tp-mode 2d differs"},
+        {run, "", "--tp 4: one rank cannot be divided"},
+        {alone, "--ranks 2 --tp 2 ", "which has --tp 1: "}};
+    for (const auto& [of, other, words] : others) {
+        const Outcome resumed = runs.outcome("gpt2", adam + other + "--resume ", of);
+        INFO(other);
+        CHECK(resumed.status == 2);
+        CHECK_THAT(resumed.err, ContainsSubstring(words));
+        CHECK(resumed.out.empty());  // nothing has started
+    }
+    {  // A checkpoint of an earlier version does not say how the run was divided, but its states do.
+        const std::string path = newest_checkpoint(run) + "/state.json", text = slurp(path);
+        json state = parsed_json(text);
+        state.removeMember("checksum");
+        for (const char* flag : {"--tp", "--tp-mode", "--tp-depth"}) state["options"].removeMember(flag);
+        spit(path, dumped(state));
+        CHECK_THAT(runs.outcome("gpt2", adam + "--ranks 4 --tp 2 --resume ", run).err,
+                   ContainsSubstring("the run had --tp 4, and the blocks of --optimizer adam8bit"));
+        spit(path, text);
+    }
     const Outcome resumed = runs.outcome("gpt2", four + "--zero 3 --resume ", run);
     INFO(resumed.err);
     REQUIRE(resumed.status == 0);

@@ -51,6 +51,8 @@ const std::set<std::string> kNotSaved = {"--help",
 const std::set<std::string> kPipelineFlags = {"--pp",    "--pipeline",     "--chunks",        "--stages",
                                               "--times", "--memory-limit", "--vertical-sync", "--flush-every"};
 const std::set<std::string> kAsynchronousFlags = {"--pp", "--pipeline", "--vertical-sync", "--flush-every"};
+// Saved where the blocks of adam8bit lie in the parts of a matrix that these cut.
+const std::set<std::string> kPartFlags = {"--tp", "--tp-mode", "--tp-depth"};
 // Options of the run that a resumed one may be given anew: they do not touch the loss curve (beyond rounding).
 // Paths may change because the tokens are compared, by their checksum, and --steps by the rule of resumed_schedule().
 const std::set<std::string> kMayChange = {
@@ -401,6 +403,8 @@ void set_identity(TrainOptions& options, const CommandLine& line) {
         for (const std::string& flag : kAsynchronousFlags) options.identity[flag] = line.value_of(flag);
         if (options.pipeline == "2bw") options.identity.erase("--pp");
     }
+    if (options.optimizer == "adam8bit")
+        for (const std::string& flag : kPartFlags) options.identity[flag] = line.value_of(flag);
     options.identity["--micro-batch"] = std::to_string(options.micro_batch);
     const OptimizerOptions& h = options.optimizer_options;
     options.identity["--lr"] = number_text(options.schedule.peak);
