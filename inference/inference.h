@@ -76,6 +76,7 @@ struct CacheSizes {
     int64_t n_pages = 0;       // of the device
     int64_t n_host_pages = 0;  // for sequences that are swapped out
     bool share_prefixes = true;
+    int64_t most_pages() const;  // of the device: the tables of a step number the rows of all pages in 32 bits
 };
 
 struct PageCopy {  // all layers' rows of page `from` to page `to`

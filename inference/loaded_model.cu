@@ -115,8 +115,7 @@ int64_t LoadedModel::pages_that_fit() {
     Arena its_cache("cache"), its_activations("activations"), its_pinned("on the host", MemoryKind::pinned);
     Engine its(model, one, draft ? &draft->model : nullptr);
     take_beside(its, its_cache, its_activations, its_pinned);
-    const int64_t most = std::numeric_limits<int32_t>::max() / one.cache.page_size;  // as PagedCache can have
-    const int64_t wanted = std::min(options_.scheduler.max_sequences * one.cache.n_pages, most);
+    const int64_t wanted = std::min(options_.scheduler.max_sequences * one.cache.n_pages, one.cache.most_pages());
 
     double room = kShareOfFree * static_cast<double>(device_memory().free);
     if (options_.ranks) room /= options_.ranks->sharers_of_device();
