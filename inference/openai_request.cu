@@ -72,10 +72,11 @@ void read_sampling(Fields& fields, bool has_seed, SamplingOptions& s) {
     fields.read("repetition_penalty", s.repetition_penalty, "a number");
     fields.read("presence_penalty", s.presence_penalty, "a number");
     fields.read("frequency_penalty", s.frequency_penalty, "a number");
-    int64_t seed = 0;
     static thread_local std::mt19937_64 random{std::random_device{}()};
-    if (fields.read("seed", seed, kWhole)) s.seed = static_cast<uint64_t>(seed);
-    else if (!has_seed) s.seed = random();
+    const Json::Value* const seed = fields.find("seed");
+    // Those of OpenAI may be negative: -1 is 2^64 - 1.
+    if (int64_t signed_seed = 0; seed && read_value(*seed, signed_seed)) s.seed = static_cast<uint64_t>(signed_seed);
+    else if (!fields.read("seed", s.seed, kWhole) && !has_seed) s.seed = random();
     const Json::Value* bias = fields.find("logit_bias");
     try {
         if (bias) s.logit_bias = read_logit_bias(*bias);

@@ -27,13 +27,9 @@ std::string checked_text(const char* flag, const std::string& text, const std::v
     // As --flag "$NAME" gives it, of a variable that is not set.
     check(!text.empty(), flag, " is empty: give it a value, or leave it out");
     if (std::ranges::find(words, concat(flag, "=", text)) == words.end()) expect_value(flag, text);
-    if constexpr (std::is_integral_v<T>) {
-        // parse_whole_number counts in int64_t, also for a seed of 64 bits without a sign.
-        constexpr int64_t kLargest = sizeof(T) < 8 ? static_cast<int64_t>(std::numeric_limits<T>::max()) : INT64_MAX;
-        const int64_t value = parse_whole_number(flag, text, kLargest);
-        check(std::is_signed_v<T> || value >= 0, flag, " ", text, ": it must not be negative");
-        return std::to_string(value);
-    }
+    if constexpr (std::is_same_v<T, uint64_t>) return std::to_string(parse_seed(flag, text));
+    else if constexpr (std::is_integral_v<T>)
+        return std::to_string(parse_whole_number(flag, text, std::numeric_limits<T>::max()));
     if constexpr (std::is_convertible_v<double, T>) expect_number(flag, text);  // also std::optional<double>
     return text;
 }

@@ -488,10 +488,12 @@ struct ProgramWords {
 std::string explain_unknown(const ProgramWords& program, const std::vector<std::string>& flags,
                             const std::vector<std::string>& words, const std::string& unknown);
 // Errors that name the flag: for a value that is a flag itself, for one that is no number, and for one that is not
-// whole or beyond `largest`, to either side. "1e3" is the whole number 1000.
+// whole or beyond `largest`, to either side; of a seed, for one that is not from 0 to 2^64 - 1. "1e3" is the whole
+// number 1000.
 void expect_value(const std::string& flag, const std::string& text);
 void expect_number(const std::string& flag, const std::string& text);
 int64_t parse_whole_number(const std::string& flag, const std::string& text, int64_t largest);
+uint64_t parse_seed(const std::string& flag, const std::string& text);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // progress.cu: numbers as people read them

@@ -142,20 +142,35 @@ std::optional<Decimal> read_decimal(const std::string& text) {
     return number;
 }
 
-}  // namespace
-
-int64_t parse_whole_number(const std::string& flag, const std::string& text, int64_t largest) {
+struct WholeNumber {
+    bool negative;
+    uint64_t size;
+};
+WholeNumber read_whole_number(const std::string& flag, const std::string& text, uint64_t largest) {
     const bool negative = text.rfind("-", 0) == 0, positive = text.rfind("+", 0) == 0;
     std::optional<Decimal> number = read_decimal(text.substr(negative || positive));
     check(number && number->power >= 0, flag, " ", text, ": give a whole number, as in 1000 or 1e3");
     std::string& digits = number->digits;
-    int64_t value = 0;
-    bool fits = static_cast<int64_t>(digits.size()) + number->power <= std::numeric_limits<int64_t>::digits10 + 1;
+    uint64_t value = 0;
+    bool fits = static_cast<int64_t>(digits.size()) + number->power <= std::numeric_limits<uint64_t>::digits10 + 1;
     if (fits) {
         digits.append(static_cast<size_t>(number->power), '0');
         const auto [next, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
         fits = error == std::errc() && value <= largest;
     }
     check(fits, flag, " ", text, " is too ", negative ? "small: the smallest is -" : "large: the largest is ", largest);
-    return negative ? -value : value;
+    return {negative, value};
+}
+
+}  // namespace
+
+int64_t parse_whole_number(const std::string& flag, const std::string& text, int64_t largest) {
+    const auto [negative, size] = read_whole_number(flag, text, static_cast<uint64_t>(largest));
+    return negative ? -static_cast<int64_t>(size) : static_cast<int64_t>(size);
+}
+
+uint64_t parse_seed(const std::string& flag, const std::string& text) {
+    const auto [negative, seed] = read_whole_number(flag, text, std::numeric_limits<uint64_t>::max());
+    check(!negative || seed == 0, flag, " ", text, ": it must not be negative");
+    return seed;
 }

@@ -156,6 +156,11 @@ TEST_CASE("whole numbers may be written with an exponent", "[mistyped]") {
     CHECK(parse_whole_number("--steps", "-12", 12) == -12);
     for (const std::string large : {"13", "-13", "1e19", "99999999999999999999", "1e2147483647"})
         CHECK(one_line_with(error_of([&] { parse_whole_number("--steps", large, 12); }), large + " is too "));
+    CHECK(parse_seed("--seed", "18446744073709551615") == UINT64_MAX);
+    CHECK(parse_seed("--seed", "-0") == 0);
+    CHECK(one_line_with(error_of([&] { parse_seed("--seed", "-1"); }), "--seed -1: it must not be negative"));
+    CHECK(one_line_with(error_of([&] { parse_seed("--seed", "18446744073709551616"); }),
+                        "is too large: the largest is 18446744073709551615"));
 }
 
 TEST_CASE("a value with line ends in it is refused in one line", "[mistyped]") {

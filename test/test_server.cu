@@ -216,6 +216,9 @@ TEST_CASE("the server answers as OpenAI's interface", "[program][server]") {
     CHECK(answer["choices"][0]["logprobs"].isNull());
     const std::string text = answer["choices"][0]["text"].asString();
     CHECK(complete(server, request).object()["choices"][0]["text"] == text);  // the same seed
+    json largest = request, negative = request;
+    largest["seed"] = UINT64_MAX, negative["seed"] = -1;  // the same bits
+    CHECK(complete(server, largest).object()["choices"] == complete(server, negative).object()["choices"]);
     CHECK(as<std::string>(answer["id"]).starts_with("cmpl-"));
 
     SECTION("a stream has the same text in pieces") {
