@@ -65,7 +65,7 @@ CheckpointWriter::~CheckpointWriter() {
     if (!committed_) fs::remove_all(temporary_, ignored);
 }
 
-std::string CheckpointWriter::commit(int keep, int64_t best) {
+std::string CheckpointWriter::commit(int64_t keep, int64_t best) {
     sync_folder(temporary_);
     std::error_code error;
     if (fs::exists(final_)) error = remove_checkpoint(final_);  // the run had been resumed from before it

@@ -357,7 +357,7 @@ class CheckpointWriter {
     // and those of later steps: they were broken, so that the run was resumed from one before them. That of step
     // `best` stays beside the newest. Returns what went wrong once this one was in its place, as one that cannot be
     // removed, or "".
-    std::string commit(int keep, int64_t best = 0);
+    std::string commit(int64_t keep, int64_t best = 0);
 
   private:
     std::string run_folder_, parent_, temporary_, final_;

@@ -291,11 +291,13 @@ TEST_CASE("a new checkpoint removes older ones, and no copy that somebody keeps 
     CHECK(found() == "321");
     CheckpointWriter(folder.path, 4).commit(1, 2);
     CHECK(found() == "42");
+    CheckpointWriter(folder.path, 5).commit((int64_t{1} << 32) + 1);  // more than 32 bits have
+    CHECK(found() == "542");
     CHECK(is_there(checkpoints + "/step-9"));
     CHECK(is_there(checkpoints + "/step-"));
     CHECK_FALSE(is_there(checkpoints + "/step-7.tmp"));
-    CheckpointWriter(folder.path, 5);  // not committed
-    CHECK_FALSE(is_there(checkpoints + "/step-00000005.tmp"));
+    CheckpointWriter(folder.path, 6);  // not committed
+    CHECK_FALSE(is_there(checkpoints + "/step-00000006.tmp"));
 }
 
 TEST_CASE("from step 100 million on checkpoints are in the order of their steps, too") {

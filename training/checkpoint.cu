@@ -26,7 +26,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
-#include <limits>
 
 namespace {
 
@@ -360,8 +359,7 @@ std::string write_checkpoint(Trainer& t, int64_t step) {
                 write_text_file(path.string(), bytes);
             }
             write_state(folder, state_after(t, step));
-            const int keep = static_cast<int>(std::min<int64_t>(t.options.keep, std::numeric_limits<int>::max()));
-            const std::string left = writer->commit(keep, t.best ? t.best->step : 0);
+            const std::string left = writer->commit(t.options.keep, t.best ? t.best->step : 0);
             t.options.checkpoint = writer->final_folder();
             if (!left.empty()) end_progress_line(), std::fprintf(stderr, "train_gpt: %s\n", left.c_str());
         });
