@@ -225,6 +225,14 @@ void check_answers(const LoadedModel& model, const GenerateOptions& o) {
     BeamSearch{beams};  // Error where there are too many
 }
 
+// For a plan, which has no prompt: Error where the cache has too few pages for the answers to any.
+void check_pages(LoadedModel& model, const GenerateOptions& o) {
+    Requests requests(*model.engine, *model.tokenizer);
+    TextRequest shortest = text_request(o, model);
+    shortest.prompt = {0};
+    requests.cancel(requests.add(std::move(shortest)));
+}
+
 // What the flags ask for, to be done when the weights are there; gives the exit status. Inputs are read, outputs
 // opened, a prompt put into the engine and the server's port taken at once: mistakes in them are reported before the
 // weights are read, which takes minutes for large models.
@@ -255,6 +263,7 @@ Ready get_ready(const GenerateOptions& options, const std::string& folder, const
     LoadedModel& model = *ready.model;
     if (options.plan) {
         check_answers(model, options);
+        check_pages(model, options);
         ready.task = [&model] { return print_plan(model), 0; };
         return ready;
     }

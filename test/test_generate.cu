@@ -287,6 +287,8 @@ TEST_CASE("what cannot be used is told before the weights are read, and a file s
     std::filesystem::remove(out);
     CHECK_THAT(generate(batch + "/dev/full").err, ContainsSubstring("No space left on device"));
     // A plan is of what a run could do.
+    for (const char* what : {"--plan", "--prompt a"})
+        refused(what + std::string(" --samples 9 --cache-pages 8"), "9 answers to 1 tokens, of up to ");
     for (const std::string& what : {std::string("--plan"), batch + (folder / "unwritten")}) {
         refused(what + " --temperature -1", "temperature is -1");
         refused(what + " --logit-bias 256:1", "logit_bias names token 256, but the model's tokens are 0 to 255");
