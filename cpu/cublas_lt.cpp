@@ -338,11 +338,6 @@ cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t layout,
                                                 size_t bytes) {
     return set_attribute(layout, attribute, value, bytes);
 }
-cublasStatus_t cublasLtMatrixLayoutGetAttribute(cublasLtMatrixLayout_t layout,
-                                                cublasLtMatrixLayoutAttribute_t attribute, void* value, size_t bytes,
-                                                size_t* bytes_written) {
-    return get_attribute(layout, attribute, value, bytes, bytes_written);
-}
 
 cublasStatus_t cublasLtMatmulDescInit(cublasLtMatmulDesc_t operation, cublasComputeType_t compute_type,
                                       cudaDataType scale_type) {
