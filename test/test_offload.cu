@@ -447,6 +447,14 @@ TEST_CASE("the plan's table of ZeRO has what stays on the device, and what is on
     }
 }
 
+TEST_CASE("the plan counts the batches that the host reads", "[program][plan]") {
+    const TempFolder folder;
+    // Of two steps and an evaluation 4 sequences of 64 each: tokens and targets; documents from and to, and positions.
+    const std::string flags = "--plan --batch 4 --seq 64 --device-spec h200";
+    CHECK(number_after(program(folder, flags).out, "\n  on the host   ") == 12 * 64 * 4 * 2);
+    CHECK(number_after(program(folder, flags + " --mask-documents").out, "\n  on the host   ") == 12 * 64 * 4 * 5);
+}
+
 TEST_CASE("offload refuses what does not go with it", "[program][offload]") {
     const TempFolder folder;
     for (const auto& [flags, says] : std::vector<std::pair<std::string, std::string>>{

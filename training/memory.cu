@@ -26,7 +26,7 @@ Memory::Memory(Offload offload)
     : weights("weights"), masters("master weights", home_of_states(offload)), grads("gradients"),
       optimizer("optimizer states", home_of_states(offload)), activations("activations"),
       communication("communication"), sampling("sampling"),
-      transit("on the way to the device and back", MemoryKind::pinned) {}
+      transit("on the way to the device and back", MemoryKind::pinned), batches("batches", MemoryKind::pinned) {}
 
 size_t Memory::bytes() {
     size_t total = device().blas_workspace_bytes;
@@ -76,7 +76,6 @@ Trainer::~Trainer() {
     for (const StepEnd& end : step_ends)
         if (end.arrived) cudaEventDestroy(end.arrived), cudaFreeHost(end.numbers);
     if (start) cudaEventDestroy(start);
-    for (int32_t* pinned : {host_tokens, host_documents, host_positions}) cudaFreeHost(pinned);
     cudaFreeHost(host_stop);
 }
 
@@ -119,6 +118,12 @@ void Trainer::take_memory() {
     }
     take_tensor_parallel_memory();
     if (context_parallel) context_parallel->take_memory(attention_sizes(), memory.communication);
+    const auto take_rows = [&](const char* what, int64_t row_n) {
+        return memory.batches.take(what, DType::i32, {n_rows(), row_n}).ptr<int32_t>();
+    };
+    host_tokens = take_rows("tokens and targets", 2 * o.rank_seq());
+    if (o.mask_documents) host_documents = take_rows("documents", 2 * o.seq);
+    if (o.has_positions()) host_positions = take_rows("positions", o.rank_seq());
 }
 
 ContextParallel::Sizes Trainer::attention_sizes() const {
@@ -177,15 +182,11 @@ void Trainer::reserve() {
     optimizer->init(device().stream);
     square_sums->init(device().stream);
     cudaCheck(cudaMemsetAsync(totals.data, 0, totals.bytes(), device().stream));
-    const int64_t n_rows = evaluation_row() + local_batch, n_tokens = n_rows * options.rank_seq();
-    take_pinned(host_tokens, 2 * n_tokens);
     take_pinned(host_stop, 1);
     for (StepEnd& end : step_ends) {
         take_pinned(end.numbers, 1);
         cudaCheck(cudaEventCreate(&end.arrived));
     }
     cudaCheck(cudaEventCreate(&start));
-    if (options.mask_documents) take_pinned(host_documents, 2 * n_rows * options.seq);
-    if (options.has_positions()) take_pinned(host_positions, n_tokens);
-    if (options.has_positions()) set_positions(*this, n_rows);
+    if (options.has_positions()) set_positions(*this, n_rows());
 }

@@ -209,9 +209,9 @@ ModelFiles collect_model_files(const TrainOptions& options, const Config& config
 struct Memory {
     explicit Memory(Offload offload);
     Arena weights, masters, grads, optimizer, activations, communication, sampling;
-    Arena transit;  // pinned: what is on its way between host and device
+    Arena transit, batches;  // pinned: what is on its way between host and device; what is read of the data
     std::vector<Arena*> all() {
-        return {&weights, &masters, &grads, &optimizer, &activations, &communication, &sampling, &transit};
+        return {&weights, &masters, &grads, &optimizer, &activations, &communication, &sampling, &transit, &batches};
     }
     size_t bytes();       // on the device, with cuBLASLt's workspace
     size_t host_bytes();  // pinned, and pages that move
@@ -265,8 +265,8 @@ struct Trainer {
     // StepNumbers. Rows of units that are not here are 0.
     Tensor totals;
     std::optional<SquareSums> square_sums;  // of this rank's gradients, to the first rows of totals
-    // Pinned. A row is a sequence: those of two steps, which take turns (first_row), or of all steps that are read at
-    // once; behind them those of an evaluation. Of a micro-batch all tokens come first, then all targets.
+    // Of memory.batches. A row is a sequence: those of two steps, which take turns (first_row), or of all steps that
+    // are read at once; behind them those of an evaluation. Of a micro-batch all tokens come first, then all targets.
     int32_t* host_tokens = nullptr;
     int32_t *host_documents = nullptr, *host_positions = nullptr;  // with --mask-documents; positions also with --cp
     int64_t batch_read = 0;                                        // the step whose batch was read last
@@ -283,6 +283,7 @@ struct Trainer {
     ContextParallel::Sizes attention_sizes() const;
     int64_t first_row(int64_t step) const { return step % 2 * local_batch; }  // of its batch, in the host's memory
     int64_t evaluation_row() const;
+    int64_t n_rows() const { return evaluation_row() + local_batch; }
     int32_t* tokens_of(int64_t row) const {
         const int64_t micro = row / micro_batch, in_micro = row % micro_batch;
         return host_tokens + (micro * 2 * micro_batch + in_micro) * options.rank_seq();
