@@ -281,21 +281,19 @@ class Adafactor final : public Optimizer {
         : params_(params), n_(n), options_(options) {
         check_optimizer_input(kName, {{.params = params, .n = n}}, options);
         for (const Param& param : params_) add_matrix(param);
-        const auto count = [](const auto& table) { return static_cast<int64_t>(table.size()); };
         rows_ = arena.take("optimizer row", DType::f32, {n_rows_});
         cols_ = arena.take("optimizer col", DType::f32, {n_cols_});
-        matrix_table_ = arena.take("optimizer tiles", DType::i32, {count(matrices_), sizeof(Matrix) / 4});
-        tile_table_ = arena.take("optimizer tiles", DType::i32, {count(tiles_), sizeof(Place) / 4});
-        line_table_ = arena.take("optimizer tiles", DType::i32, {count(lines_), sizeof(Place) / 4});
+        matrix_table_ = arena.take("optimizer tiles", DType::i32, {std::ssize(matrices_), sizeof(Matrix) / 4});
+        tile_table_ = arena.take("optimizer tiles", DType::i32, {n_tiles_, sizeof(Place) / 4});
+        line_table_ = arena.take("optimizer tiles", DType::i32, {n_lines_, sizeof(Place) / 4});
         for (Matrix& m : matrices_)  // the sums of U^2 lie behind the others
             if (m.sum_first >= 0) m.u_at = divided_n_ + n_cut_++;
         if (n_cut_ == 0) return;
-        whole_line_table_ = arena.take("optimizer tiles", DType::i32, {count(whole_lines_), sizeof(Place) / 4});
+        whole_line_table_ = arena.take("optimizer tiles", DType::i32, {n_whole_lines_, sizeof(Place) / 4});
     }
     int64_t scratch_n() const override {
-        return static_cast<int64_t>(tiles_.size() * (2 * kTile + 2) +
-                                    matrices_.size() * sizeof(MatrixScale) / sizeof(float)) +
-               divided_n_ + n_cut_;
+        return n_tiles_ * (2 * kTile + 2) +
+               static_cast<int64_t>(matrices_.size() * sizeof(MatrixScale) / sizeof(float)) + divided_n_ + n_cut_;
     }
     std::vector<Tensor> sums() const override {
         if (n_cut_ == 0) return {};
@@ -309,10 +307,19 @@ class Adafactor final : public Optimizer {
         const auto upload = [&](const Tensor& to, const void* from) {
             cudaCheck(cudaMemcpyAsync(to.data, from, to.bytes(), cudaMemcpyHostToDevice, stream));
         };
+        // Listed here, and not where they are counted: a plan needs their numbers alone.
+        std::vector<Place> tiles, lines, whole_lines;
+        for (int32_t k = 0; k < static_cast<int32_t>(matrices_.size()); ++k) {
+            const Matrix& m = matrices_[static_cast<size_t>(k)];
+            add_tiles(tiles, k, m);
+            add_lines(lines, k, m.R, m.C);
+            if (m.sum_first >= 0) add_lines(whole_lines, k, m.whole_R, m.whole_C);
+        }
         upload(matrix_table_, matrices_.data());
-        upload(tile_table_, tiles_.data());
-        upload(line_table_, lines_.data());
-        if (n_cut_ > 0) upload(whole_line_table_, whole_lines_.data());
+        upload(tile_table_, tiles.data());
+        upload(line_table_, lines.data());
+        if (n_cut_ > 0) upload(whole_line_table_, whole_lines.data());
+        cudaCheck(cudaStreamSynchronize(stream));  // the lists end here
         for (const Tensor& state : {rows_, cols_}) cudaCheck(cudaMemsetAsync(state.data, 0, state.bytes(), stream));
     }
     void step_units(size_t, size_t, const Weights& weights, Tensor grads, Tensor norm_scale, double lr, int64_t t,
@@ -330,8 +337,10 @@ class Adafactor final : public Optimizer {
 
   private:
     void add_matrix(const Param& param);
-    // 64 rows or columns of matrix `index`, which is R x C, each.
-    static void add_lines(std::vector<Place>& lines, int32_t index, int64_t R, int64_t C);
+    static void add_tiles(std::vector<Place>& tiles, int32_t index, const Matrix& m);
+    // 64 rows or columns of matrix `index`, which is R x C, each; and their number.
+    static void add_lines(std::vector<Place>& lines, int32_t index, int32_t R, int32_t C);
+    static int64_t count_lines(int64_t R, int64_t C) { return ceil_div(R, kTile) + ceil_div(C, kTile); }
     // Sums of squares -> factors, mean(row) and rms(W); sums of U^2 -> alpha. They read no weights and no gradients.
     void find_factors(const Partials& p, const Tables& tables, const float* norm, float one_minus_beta,
                       cudaStream_t stream);
@@ -341,7 +350,7 @@ class Adafactor final : public Optimizer {
     int64_t matrix_bytes() const { return static_cast<int64_t>(matrix_table_.bytes()); }
     int64_t tile_bytes() const { return static_cast<int64_t>(tile_table_.bytes()) + matrix_bytes(); }
     int64_t line_bytes() const { return static_cast<int64_t>(line_table_.bytes()) + matrix_bytes(); }
-    int64_t of_tiles() const { return std::ssize(tiles_) * int64_t{sizeof(float)}; }
+    int64_t of_tiles() const { return n_tiles_ * int64_t{sizeof(float)}; }
     int64_t of_matrices() const { return std::ssize(matrices_) * int64_t{sizeof(float)}; }
     int64_t factor_bytes() const { return n_factors_ * int64_t{sizeof(float)}; }
     int64_t whole_factor_bytes() const { return n_whole_factors_ * int64_t{sizeof(float)}; }
@@ -353,7 +362,7 @@ class Adafactor final : public Optimizer {
     int64_t n_;
     OptimizerOptions options_;
     std::vector<Matrix> matrices_;
-    std::vector<Place> tiles_, lines_, whole_lines_;
+    int64_t n_tiles_ = 0, n_lines_ = 0, n_whole_lines_ = 0;
     int64_t n_elements_ = 0;           // of all matrices
     int64_t n_rows_ = 0, n_cols_ = 0;  // of all factors
     int64_t n_factors_ = 0;            // of the matrices as they lie here; of these, those of matrices that are cut
@@ -365,7 +374,13 @@ class Adafactor final : public Optimizer {
     SumOverRanks sum_;
 };
 
-void Adafactor::add_lines(std::vector<Place>& lines, int32_t index, int64_t R, int64_t C) {
+void Adafactor::add_tiles(std::vector<Place>& tiles, int32_t index, const Matrix& m) {
+    for (int64_t row = 0; row < m.R; row += kTile)
+        for (int64_t col = 0; col < m.C; col += kTile)
+            tiles.push_back({index, static_cast<int32_t>(row), static_cast<int32_t>(col)});
+}
+
+void Adafactor::add_lines(std::vector<Place>& lines, int32_t index, int32_t R, int32_t C) {
     for (int64_t row = 0; row < R; row += kTile) lines.push_back({index, static_cast<int32_t>(row), -1});
     for (int64_t col = 0; col < C; col += kTile) lines.push_back({index, -1, static_cast<int32_t>(col)});
 }
@@ -375,20 +390,15 @@ void Adafactor::add_matrix(const Param& param) {
     const bool is_vector = param.value.ndim < 2;
     const int64_t R = is_vector ? 1 : param.value.rows() - param.padded_rows,
                   C = is_vector ? param.value.n() : param.value.cols();
-    const int32_t index = static_cast<int32_t>(matrices_.size());
-    const int32_t first_tile = narrow(static_cast<int64_t>(tiles_.size()), "Adafactor: the number of tiles");
-    for (int64_t row = 0; row < R; row += kTile)
-        for (int64_t col = 0; col < C; col += kTile)
-            tiles_.push_back({index, static_cast<int32_t>(row), static_cast<int32_t>(col)});
-    add_lines(lines_, index, R, C);
+    const int64_t n_tiles = ceil_div(R, kTile) * ceil_div(C, kTile);
     Matrix m{.offset = param.offset,
              .row_first = n_rows_,
              .col_first = n_cols_,
              .R = narrow(R, "rows"),
              .C = narrow(C, "columns"),
-             .first_tile = first_tile,
+             .first_tile = narrow(n_tiles_, "Adafactor: the number of tiles"),
              .tiles_across = static_cast<int32_t>(ceil_div(C, kTile)),
-             .n_tiles = static_cast<int32_t>(tiles_.size()) - first_tile,
+             .n_tiles = narrow(n_tiles, "Adafactor: tiles of a matrix"),
              .decay = param.decay ? 1.0f : 0.0f,
              .key = hash_name(param.file_name()),
              .whole_row_first = n_rows_,
@@ -401,6 +411,7 @@ void Adafactor::add_matrix(const Param& param) {
              .place = {},
              .rows = {},
              .cols = {}};
+    n_tiles_ += n_tiles, n_lines_ += count_lines(R, C);
     n_rows_ += R, n_cols_ += C, n_elements_ += R * C;
     n_factors_ += R + C, n_tile_sums_ += R * ceil_div(C, kTile) + C * ceil_div(R, kTile);
     if (param.cut.exists()) {
@@ -416,7 +427,7 @@ void Adafactor::add_matrix(const Param& param) {
         m.whole_row_first = n_rows_, m.whole_col_first = n_cols_, m.sum_first = divided_n_;
         n_rows_ += m.whole_R, n_cols_ += m.whole_C, divided_n_ += m.whole_R + m.whole_C + 1;
         n_cut_factors_ += R + C, n_whole_factors_ += m.whole_R + m.whole_C;
-        add_lines(whole_lines_, index, m.whole_R, m.whole_C);
+        n_whole_lines_ += count_lines(m.whole_R, m.whole_C);
     }
     matrices_.push_back(m);
 }
@@ -426,7 +437,7 @@ void Adafactor::add_matrix(const Param& param) {
 void Adafactor::find_factors(const Partials& p, const Tables& tables, const float* norm, float one_minus_beta,
                              cudaStream_t stream) {
     float *const rows = rows_.ptr<float>(), *const cols = cols_.ptr<float>();
-    const int n_lines = static_cast<int>(lines_.size()), n_matrices = static_cast<int>(matrices_.size());
+    const int n_lines = narrow(n_lines_, "lines"), n_matrices = static_cast<int>(matrices_.size());
     const int64_t divided_bytes = (divided_n_ + n_cut_) * int64_t{sizeof(float)},
                   cut_bytes = n_cut_factors_ * int64_t{sizeof(float)};
     if (n_cut_ > 0) {
@@ -444,8 +455,8 @@ void Adafactor::find_factors(const Partials& p, const Tables& tables, const floa
         part_sums_kernel<<<n_matrices, kBlock, 0, stream>>>(p, p.w_sums, tables, false);
         launched("part_sums_kernel", {.reads = of_tiles() + matrix_bytes(), .writes = n_cut_ * 4});
         sum_(divided(0, divided_n_), stream);
-        divided_factors_kernel<<<static_cast<unsigned>(whole_lines_.size()), kTile, 0, stream>>>(
-            rows, cols, p, norm, tables, one_minus_beta);
+        divided_factors_kernel<<<static_cast<unsigned>(n_whole_lines_), kTile, 0, stream>>>(rows, cols, p, norm, tables,
+                                                                                            one_minus_beta);
         launched(
             "divided_factors_kernel",
             {.reads = 2 * whole_factor_bytes() + static_cast<int64_t>(whole_line_table_.bytes()) + matrix_bytes() + 4,
@@ -483,7 +494,7 @@ void Adafactor::step_units(size_t, size_t, const Weights& weights, Tensor grads,
                            static_cast<const Place*>(line_table_.data),
                            static_cast<const Place*>(whole_line_table_.data)};
     float* const scratch = scratch_.ptr<float>();
-    const size_t tile_n = tiles_.size(), rows_n = tile_n * kTile;
+    const int64_t tile_n = n_tiles_, rows_n = tile_n * kTile;
     // The parts of the scratch, in the order of Partials' members.
     const Partials p = {scratch,
                         scratch + rows_n,
@@ -496,7 +507,7 @@ void Adafactor::step_units(size_t, size_t, const Weights& weights, Tensor grads,
         static_cast<float>(std::pow(static_cast<double>(t), -static_cast<double>(options_.decay_power)));
     const float relative_lr = static_cast<float>(std::min(lr, 1 / std::sqrt(static_cast<double>(t))));
     const float decay_step = static_cast<float>(lr * options_.weight_decay);
-    const int n_tiles = narrow(static_cast<int64_t>(tiles_.size()), "tiles");
+    const int n_tiles = narrow(n_tiles_, "tiles");
     dispatch_weights(kName, weights, grads.dtype, t, [&](auto format, auto grad_zero) {
         using F = decltype(format);
         using G = decltype(grad_zero);
