@@ -39,21 +39,26 @@ struct RankWork {
 };
 
 // Elements that a step with ZeRO 3 fetches: of each unit on the way of a step (model/visits.cu), unless its buffer
-// still holds it.
+// still holds it. The first time through a list finds what the list before it has left in the buffers; all others find
+// what the list itself leaves.
 int64_t fetched_n(const RankWork& rank) {
     std::map<int, size_t> in_buffer;
-    int64_t n = 0;
-    for (const auto& [visits, times] : rank.work) {
-        for (int64_t i = 0; i < times; ++i) {
-            for (const Visit& visit : visits) {
-                for (size_t u : visit.weights) {
-                    const Unit& unit = rank.model.units[u];
-                    if (const auto at = in_buffer.find(unit.buffer); at != in_buffer.end() && at->second == u) continue;
-                    in_buffer[unit.buffer] = u;
-                    n += unit.n;
-                }
+    const auto fetch = [&](const std::vector<Visit>& visits) {
+        int64_t n = 0;
+        for (const Visit& visit : visits) {
+            for (size_t u : visit.weights) {
+                const Unit& unit = rank.model.units[u];
+                if (const auto at = in_buffer.find(unit.buffer); at != in_buffer.end() && at->second == u) continue;
+                in_buffer[unit.buffer] = u;
+                n += unit.n;
             }
         }
+        return n;
+    };
+    int64_t n = 0;
+    for (const auto& [visits, times] : rank.work) {
+        if (times > 0) n += fetch(visits);
+        if (times > 1) n += (times - 1) * fetch(visits);
     }
     return n;
 }

@@ -110,7 +110,8 @@ Activations Pipeline::take_memory() {
         Activations acts = take_micro_batch(model, B, T, o.recompute, arena);
         if (o.mask_documents) take_documents(model, acts, o.seq, arena);
         if (o.has_positions()) take_positions(acts, arena);
-        micro_batches_.push_back(acts);
+        // A plan may have 100,000 of them, with a list of all blocks each: while memory is counted the first is enough.
+        if (micro == 0 || !arena.counting()) micro_batches_.push_back(std::move(acts));
     }
     const Kept kept = planned_pieces(schedule_, ranks_.rank);
     in_flight_.take_memory(model, B, T, o.recompute, largest_chunk_, kept.pieces, arena);
