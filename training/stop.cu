@@ -65,7 +65,7 @@ void answer(int signal) {
     if (first && under_mpirun && !only_asks) {
         line << "mpirun ends its ranks in one second: ";
         if (all_saved) line << "all steps are saved\n";
-        else line << "step " << step << " is saved if that is long enough (kill -USR1 gives them time)\n";
+        else line << "step " << step << " is saved if they all finish it in that time (kill -USR1 gives them more)\n";
     } else if (first && all_saved) line << "all steps are saved; ending the sample" << what_else;
     else if (first) line << "finishing step " << step << ", then saving" << what_else;
     else if (all_saved) line << "stopped; all steps are saved\n";
