@@ -55,7 +55,7 @@
 // cost is that the second kernel computes S and dP again: 7 products of T T D instead of 5. One kernel that adds to dq
 // with atomics takes 5/7 of the work, but adds in an order that differs from run to run. Two tiers have 5 products and
 // one order. On Hopper, where products are the limit, blocks add to dq in turns (hopper_backward.cu). On the CPU
-// device, which has few threads, one of them does all tiles of a head in order (flash_dk_dv_kernel in
+// device, which has few threads, one of them does all tiles of a head in order (flash_backward_kernel in
 // cores_backward.cu).
 //
 // WHERE THINGS ARE, for a head of D columns and tiles of R rows and N others:
@@ -170,24 +170,25 @@ constexpr std::pair<FlashTier, const char*> kTierNames[] = {{FlashTier::automati
 // ---------------------------------------------------------------------------------------------------------------------
 // Scratch of the backward
 
-// scratch = [delta (B, H, T) | on hopper: counts | sums of dq], each from a multiple of 16 bytes on.
+// scratch = [delta (B, H, T) | counts | sums of dq], each from a multiple of 16 bytes on; only delta with two kernels.
 struct BackwardScratch {
-    HopperSums sums{};
+    DqSums sums;
     int64_t first_count, first_sum, n;
-    BackwardScratch(int64_t B, int64_t T, int64_t H, int64_t K, int64_t D, int64_t Dv, FlashTier tier) {
+    BackwardScratch(int64_t B, int64_t T, int64_t H, int64_t K, int64_t D, int64_t Dv, DType dtype, FlashTier tier) {
         if (tier == FlashTier::hopper) sums = hopper_sums(B, T, H, K, D, Dv);
-        const int64_t rows = B * H * T, slots = sums.n_slots;
+        if (tier == FlashTier::cuda_cores) sums = cores_sums(B, T, H, K, D, Dv, dtype);
+        const int64_t rows = B * H * T;
         first_count = round_up(rows, 4), first_sum = first_count + round_up(sums.counts(), 4);
-        n = slots > 0 ? first_sum + slots * sums.slot_floats : rows;
+        n = sums.floats() > 0 ? first_sum + sums.floats() : rows;
     }
 };
 
 // Its pointers.
 void take_scratch(const char* operation, FlashArguments& a, FlashTier tier, Tensor scratch) {
-    const BackwardScratch parts(a.B, a.T, a.q.count, a.k.count, a.q.D, a.v.D, tier);
+    const BackwardScratch parts(a.B, a.T, a.q.count, a.k.count, a.q.D, a.v.D, a.q.rows.dtype, tier);
     a.delta = scratch_as(operation, scratch, {parts.n}).ptr<float>();
     a.n_slots = parts.sums.n_slots;
-    if (a.n_slots == 0) return;
+    if (parts.sums.floats() == 0) return;
     a.dq_counts = reinterpret_cast<int*>(a.delta + parts.first_count);
     a.dq_sums = a.delta + parts.first_sum;
 }
@@ -263,15 +264,15 @@ void flash_attention_forward(const HeadColumns& out, Tensor lse, const HeadColum
 
 int64_t flash_attention_backward_scratch_n(int64_t B, int64_t T, int64_t H, int64_t K, int64_t D, int64_t Dv,
                                            DType dtype, FlashTier tier) {
-    return BackwardScratch(B, T, H, K, D, Dv, tier_of_columns(tier, dtype, D, Dv)).n;
+    return BackwardScratch(B, T, H, K, D, Dv, dtype, tier_of_columns(tier, dtype, D, Dv)).n;
 }
 
 FlashDelta flash_delta_in(Tensor scratch, int64_t B, int64_t T, int64_t H, int64_t K, int64_t D, int64_t Dv,
                           DType dtype, FlashTier tier) {
-    const BackwardScratch parts(B, T, H, K, D, Dv, tier_of_columns(tier, dtype, D, Dv));
+    const BackwardScratch parts(B, T, H, K, D, Dv, dtype, tier_of_columns(tier, dtype, D, Dv));
     const Tensor floats = scratch_as("flash_attention_backward", scratch, {parts.n});
     FlashDelta in{floats.slice(0, B * H * T).view({B, H, T}), {}};
-    if (parts.sums.n_slots == 0) return in;
+    if (parts.sums.counts() == 0) return in;
     in.zeros = floats.slice(parts.first_count, parts.sums.counts());
     in.zeros.dtype = DType::i32;
     return in;

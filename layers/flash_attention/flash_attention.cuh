@@ -131,7 +131,7 @@ struct FlashArguments {
     HeadColumns q, k, v, out;  // out is dout in the backward
     HeadColumns dq, dk, dv;    // backward only
     float *lse, *delta;        // (B, H, T)
-    float* dq_sums;            // backward on hopper only: HopperSums
+    float* dq_sums;            // backward only: DqSums
     int* dq_counts;
     int64_t n_slots;
     int64_t B, T;
@@ -150,14 +150,18 @@ void flash_backward_mma(const FlashArguments& arguments, cudaStream_t stream);
 void flash_forward_hopper(const FlashArguments& arguments, cudaStream_t stream);
 void flash_backward_hopper(const FlashArguments& arguments, cudaStream_t stream);
 void flash_backward_hopper_wide(const FlashArguments& arguments, cudaStream_t stream);  // heads of more than 128
-// What flash_backward_hopper needs beside delta (hopper_backward.cu says why): dq_sums, slot_floats for each slot, from
-// a multiple of 16 bytes on; and dq_counts, one int and then slot_counts for each slot, all of them 0 before. Heads of
-// more than 128 columns need no slot.
-struct HopperSums {
-    int64_t n_slots, slot_floats, slot_counts;
-    int64_t counts() const { return 1 + n_slots * slot_counts; }
+// What the backward needs beside delta where one kernel computes dq, dk and dv: dq_sums, slot_floats for each slot,
+// from a multiple of 16 bytes on; and dq_counts, one int and then slot_counts for each slot, all of them 0 before.
+struct DqSums {
+    int64_t n_slots = 0;  // 0: there are kernels for dq, and for dk with dv
+    int64_t slot_floats = 0, slot_counts = 0;
+    int64_t floats() const { return n_slots * slot_floats; }
+    int64_t counts() const { return slot_counts == 0 ? 0 : 1 + n_slots * slot_counts; }
 };
-HopperSums hopper_sums(int64_t B, int64_t T, int64_t H, int64_t K, int64_t D, int64_t Dv);
+// hopper_backward.cu says why. Heads of more than 128 columns need no slot.
+DqSums hopper_sums(int64_t B, int64_t T, int64_t H, int64_t K, int64_t D, int64_t Dv);
+// cores_backward.cu, on the CPU device. There are no counts, and of float32 no floats: the sums lie in dq itself.
+DqSums cores_sums(int64_t B, int64_t T, int64_t H, int64_t K, int64_t D, int64_t Dv, DType dtype);
 
 namespace {
 

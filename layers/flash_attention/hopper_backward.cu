@@ -677,8 +677,8 @@ void launch(const FlashArguments& a, cudaStream_t stream) {
 }  // namespace
 
 // As many slots as heads that the blocks can be at work on, each with the item that it has taken ahead, and one more.
-HopperSums hopper_sums(int64_t B, int64_t T, int64_t H, int64_t K, int64_t D, int64_t Dv) {
-    HopperSums sums{};
+DqSums hopper_sums(int64_t B, int64_t T, int64_t H, int64_t K, int64_t D, int64_t Dv) {
+    DqSums sums;
     OnePassSizes::dispatch(D, Dv, [&](auto size) {
         const int64_t n_tiles = ceil_div(T, int64_t{kBlockRows});
         sums = {std::min(B * K, ceil_div(int64_t{2} * device().sm_count, n_tiles) + 1),
