@@ -105,6 +105,9 @@ __device__ __forceinline__ float fold_chunk(const float (&x)[n]) {
         return x[0];
     } else {
         float half[n / 2];
+#ifdef CUDA_ON_CPU
+#pragma GCC unroll 1  // as in load_chunk
+#endif
         for (int l = 0; l < n / 2; ++l) half[l] = Operation::of(x[l], x[l + n / 2]);
         return fold_chunk<Operation>(half);
     }
