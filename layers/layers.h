@@ -179,7 +179,7 @@ enum class Fp8Recipe : uint8_t {
 Fp8Recipe fp8_recipe_from_name(const std::string& name);  // "none", "delayed", "current", "block"
 const char* fp8_recipe_name(Fp8Recipe recipe);
 // Both throw, with what to do: if this device has no fp8 products of this kind; if C or O, or the N tokens of a
-// micro-batch that is trained on, are not multiples of 16.
+// micro-batch that is trained on, are not multiples of 16, or these tokens are more than a cast can have.
 void expect_fp8_device(Fp8Recipe recipe);
 void expect_fp8_sizes(Fp8Recipe recipe, int64_t N, int64_t C, int64_t O);
 
@@ -422,7 +422,8 @@ void flash_attention_backward(const HeadColumns& dq, const HeadColumns& dk, cons
                               const HeadColumns& dout, const HeadColumns& out, Tensor lse, const HeadColumns& q,
                               const HeadColumns& k, const HeadColumns& v, const FlashAttentionOptions& options,
                               Tensor scratch, cudaStream_t stream);
-// Floats of scratch: of the rows' sums, and for the tier hopper of dq's, as long as it is not complete.
+// Floats of scratch: of the rows' sums, and where one kernel computes dq, dk and dv, of dq's that are not complete: in the
+// tier hopper, and of 16-bit heads on the CPU device.
 int64_t flash_attention_backward_scratch_n(int64_t B, int64_t T, int64_t H, int64_t K, int64_t D, int64_t Dv,
                                            DType dtype, FlashTier tier);
 // What the backward computes first, in its scratch: delta[b,h,t] = sum_d dout[b,t,h,d] out[b,t,h,d], and zeros. The
