@@ -127,8 +127,8 @@ struct Product {
     }
 };
 
-// Edges of every kind: of tiles of 16, of blocks of 32, of panels of 192 rows and 384 k's; few columns and many; no k at
-// all.
+// Edges of every kind: of tiles of 16, of blocks of 32, of panels of 192 rows and 384 k's; few columns and many; no k
+// at all.
 template <class F>
 void for_each_product(F f) {
     const int64_t sizes[][3] = {{1, 1, 1},    {16, 17, 32},   {33, 5, 385}, {17, 33, 63},
