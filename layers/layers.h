@@ -422,8 +422,8 @@ void flash_attention_backward(const HeadColumns& dq, const HeadColumns& dk, cons
                               const HeadColumns& dout, const HeadColumns& out, Tensor lse, const HeadColumns& q,
                               const HeadColumns& k, const HeadColumns& v, const FlashAttentionOptions& options,
                               Tensor scratch, cudaStream_t stream);
-// Floats of scratch: of the rows' sums, and where one kernel computes dq, dk and dv, of dq's that are not complete: in the
-// tier hopper, and of 16-bit heads on the CPU device.
+// Floats of scratch: of the rows' sums, and where one kernel computes dq, dk and dv, of dq's that are not complete: in
+// the tier hopper, and of 16-bit heads on the CPU device.
 int64_t flash_attention_backward_scratch_n(int64_t B, int64_t T, int64_t H, int64_t K, int64_t D, int64_t Dv,
                                            DType dtype, FlashTier tier);
 // What the backward computes first, in its scratch: delta[b,h,t] = sum_d dout[b,t,h,d] out[b,t,h,d], and zeros. The
