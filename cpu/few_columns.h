@@ -301,11 +301,12 @@ void multiply_fetching(const Matrix& a, const Matrix& b, int64_t rows, int64_t c
             else multiply_broadcast<pass, order>(from, a.row_stride, rows, space, columns, k, alpha, beta, d, ld);
         });
     };
+    constexpr int columns_of_12 = width == 16 ? 12 : 16;
     if (columns == 1) multiply(std::integral_constant<int, 1>());
     else if (columns == 2) multiply(std::integral_constant<int, 2>());
     else if (columns <= 4) multiply(std::integral_constant<int, 4>());
     else if (columns <= 8) multiply(std::integral_constant<int, 8>());
-    else if (width == 16 && columns <= 12) multiply(std::integral_constant < int, width == 16 ? 12 : 16 > ());
+    else if (columns <= 12) multiply(std::integral_constant<int, columns_of_12>());
     else if (columns <= 16) multiply(std::integral_constant<int, 16>());
     else if constexpr (width == 16) {
         if (columns <= 32 || columns > 48) multiply(std::integral_constant<int, 32>());

@@ -44,8 +44,8 @@ if ! wait $tests_pid; then
 fi
 grep '^counted kernels:' "$work/tests" >> "$work/kernels"
 
-# This one no GPU has.
-cpu_only=' few_rows_cpu_kernel '
+# These no GPU has.
+cpu_only=' few_rows_cpu_kernel flash_backward_kernel '
 for kernel in $(grep -rhoE '"[a-z0-9_]+_kernel"' ../../../layers ../../../optim | tr -d '"' | sort -u); do
     [[ $cpu_only == *" $kernel "* ]] || grep -qw "$kernel" "$work/kernels" && continue
     n_failed=$((n_failed + 1))
