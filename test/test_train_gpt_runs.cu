@@ -549,8 +549,9 @@ TEST_CASE("a token shard that is shortened while a run reads it is one clear lin
     const std::string err = slurp(folder / "err");
     INFO(err);
     CHECK((err == "a file that was being read has been shortened by another program\n" ||
-           err == concat(folder / "tokens.bin", " has been shortened by another program while it was being read, from ",
-                         1024 + (2 << 20), " bytes to 0\n")));
+           err == concat("train_gpt: ", folder / "tokens.bin",
+                         " has been shortened by another program while it was being read, from ", 1024 + (2 << 20),
+                         " bytes to 0\n")));
 }
 
 TEST_CASE("ids beyond the vocabulary that are written into a shard while a run reads it are one clear line",
