@@ -176,7 +176,7 @@ void multiply_few_with_tiles(const Matrix& a, const Matrix& b, int64_t rows, int
             for (int64_t l = first_k; l < end; l += 2 * side) {
                 const __nv_bfloat16* const place = from + first * a.row_stride + l;
                 if (count == side && l + 2 * side <= end) {
-                    const auto* const next = place + ahead + (l + ahead < k ? 0 : side * a.row_stride - k);
+                    const auto* const next = place_ahead(place, ahead, l, k, side * a.row_stride);
                     for (int i = 0; i < side; ++i) __builtin_prefetch(next + i * a.row_stride);
                     Tiles::template load<4>(place, a.row_stride * 2);
                 } else {

@@ -84,7 +84,7 @@ struct Rows {
     // of this part before them. (Always inline: g++ 12 leaves out a call of a function that only fetches.)
     [[gnu::always_inline]] void fetch(const T* from, int64_t l, int64_t n_before) const {
         if constexpr (order == Order::memory) __builtin_prefetch(next + n_before, 0, 2);
-        else __builtin_prefetch(from + ahead + (l + ahead < k_left ? 0 : next - first - k_left), 0, 2);
+        else __builtin_prefetch(place_ahead(from, ahead, l, k_left, next - first), 0, 2);
     }
 };
 

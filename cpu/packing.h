@@ -30,6 +30,14 @@ inline Order best_order(bool with_gaps, [[maybe_unused]] bool little_arithmetic 
     return with_gaps ? Order::multiplication : Order::memory;
 }
 
+// In the order of the multiplication, what to fetch with *from, number l of a row of k numbers: the number that is
+// `ahead` numbers further on in its row or, near its end, in the row read next, which is to_next numbers further on.
+template <class T>
+[[gnu::always_inline]] inline const T* place_ahead(const T* from, int64_t ahead, int64_t l, int64_t k,
+                                                   int64_t to_next) {
+    return from + ahead + (l + ahead < k ? 0 : to_next - k);
+}
+
 // Up to `width` lines of k numbers each, transposed, where `out` is the place of the first word of the first line. A
 // vector of one word of every line is a part of one sliver (A), or the whole of several (B), each of `length` words a
 // line.
