@@ -150,6 +150,15 @@ RopeScaling read_rope_scaling(const ConfigReader& in, const Json::Value& rope, c
     // YaRN alone can do without a factor: then it is how much longer the sequences are than the original ones.
     check(to.kind == RopeKind::yarn || in.has(rope, "factor"), in.path(), ": rope_type ", type, " needs a \"factor\"");
     to.factor = in.number(rope, "factor", 1.0);
+    const auto mscale = [&](const char* key) {  // 0 is as if it were not there
+        double value = 0;
+        return read_value(member(rope, key), value) && value == 0 ? 0 : in.number(rope, key, 0.0);
+    };
+    to.mscale = mscale("mscale");
+    to.mscale_all_dim = mscale("mscale_all_dim");
+    // transformers multiplies DeepSeek's softmax scale by it for every rope_type.
+    check(to.kind == RopeKind::yarn || to.mscale_all_dim == 0, in.path(),
+          ": mscale_all_dim is supported for rope_type yarn only, not for ", type);
     if (to.kind == RopeKind::linear) return to;
     // As transformers has it: a length beside rope_scaling goes before one in it, and without both it is the longest.
     const char* const original = "original_max_position_embeddings";
@@ -163,12 +172,6 @@ RopeScaling read_rope_scaling(const ConfigReader& in, const Json::Value& rope, c
     to.factor = in.number(rope, "factor", static_cast<double>(T_max) / static_cast<double>(to.original_max_position));
     to.beta_fast = in.number(rope, "beta_fast", to.beta_fast);
     to.beta_slow = in.number(rope, "beta_slow", to.beta_slow);
-    const auto mscale = [&](const char* key) {  // 0 is as if it were not there
-        double value = 0;
-        return read_value(member(rope, key), value) && value == 0 ? 0 : in.number(rope, key, 0.0);
-    };
-    to.mscale = mscale("mscale");
-    to.mscale_all_dim = mscale("mscale_all_dim");
     return to;
 }
 

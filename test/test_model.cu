@@ -712,6 +712,8 @@ TEST_CASE("configurations of transformers: what is not supported is said", "[mod
     CHECK_THROWS_WITH(load("llama_biases", "\"factor\": 4.0,", ""), ContainsSubstring("linear needs a \"factor\""));
     CHECK_THROWS_WITH(load("llama_biases", "\"factor\"", "\"partial_rotary_factor\": 0.5, \"factor\""),
                       ContainsSubstring("partial_rotary_factor is not supported"));
+    CHECK_THROWS_WITH(load("deepseek", "\"yarn\"", "\"linear\""),
+                      ContainsSubstring("mscale_all_dim is supported for rope_type yarn only, not for linear"));
     for (const char* value : {"false", "null"})  // transformers takes null for false here
         CHECK_THROWS_WITH(load("deepseek", "\"mscale\"", concat("\"truncate\": ", value, ", \"mscale\"")),
                           ContainsSubstring("attention_factor and truncate are not supported"));
