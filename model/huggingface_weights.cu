@@ -61,10 +61,15 @@ void check_tied_head(const SafetensorsReader& file, const std::string& embedding
 void load_weights(Model& model, const std::string& folder) {
     const SafetensorsReader file(folder);
     const bool gpt2 = model.config.family == Family::gpt2;
-    // GPT-2's original files have no "transformer." in front of the names.
-    const std::string prefix = "transformer.";
-    const bool short_names = gpt2 && !file.has("transformer.wte.weight") && file.has("wte.weight");
+    // A model that was saved without its head has no "transformer." or "model." in front of the names: GPT-2's original
+    // files, and what AutoModel saves.
+    const std::string prefix = gpt2 ? "transformer." : "model.",
+                      short_name = gpt2 ? "wte.weight" : "embed_tokens.weight", embedding = prefix + short_name;
+    const bool short_names = !file.has(embedding) && file.has(short_name);
+    // Of the two names of a tied matrix safetensors.torch.save_model keeps the first in the alphabet, the head's.
+    const bool head_alone = model.config.tied && !short_names && !file.has(embedding) && file.has("lm_head.weight");
     const auto in_file = [&](const std::string& name) {
+        if (head_alone && name == embedding) return std::string("lm_head.weight");
         return short_names && name.starts_with(prefix) ? name.substr(prefix.size()) : name;
     };
     for (const Param& param : model.params) {
@@ -80,8 +85,7 @@ void load_weights(Model& model, const std::string& folder) {
         if (param.transposed) values = transpose(values, wanted[0], wanted[1]);
         model.write(param, values);
     }
-    if (model.config.tied)
-        check_tied_head(file, in_file(gpt2 ? "transformer.wte.weight" : "model.embed_tokens.weight"), folder);
+    if (model.config.tied) check_tied_head(file, in_file(embedding), folder);
     std::set<std::string> known;  // also parameters that other ranks have
     for (const std::string& name : parameter_names(model.config)) known.insert(in_file(name));
     for (const auto& [name, tensor] : file.tensors()) {
