@@ -311,7 +311,8 @@ Config read_deepseek(const ConfigReader& in, const std::string& type) {
     c.D_rope = in.integer("qk_rope_head_dim");
     c.D = in.integer("qk_nope_head_dim") + c.D_rope;
     c.D_v = in.integer("v_head_dim");
-    c.rope_pairs = !v3 || in.boolean("rope_interleave", true) ? RopePairs::neighbours : RopePairs::halves;
+    const bool interleave = in.boolean("rope_interleave", !in.is_null("rope_interleave"));  // null is false
+    c.rope_pairs = !v3 || interleave ? RopePairs::neighbours : RopePairs::halves;
     return c;
 }
 

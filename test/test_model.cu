@@ -734,6 +734,9 @@ TEST_CASE("configurations of transformers: what is not supported is said", "[mod
                   .rope_scaling.mscale_all_dim == 0);
     CHECK_THROWS_WITH(load("llama_biases", "\"use_cache\"", "\"partial_rotary_factor\": 0.5, \"use_cache\""),
                       ContainsSubstring("partial_rotary_factor is not supported"));
+    const std::string interleave = "\"rope_interleave\": ";  // here null is false, too, and a missing key is true
+    CHECK(load("deepseek", interleave + "true", interleave + "null").rope_pairs == RopePairs::halves);
+    CHECK(load("deepseek_lite", interleave + "false,", "").rope_pairs == RopePairs::neighbours);
     CHECK_THROWS_WITH(load("mfa", "\"num_key_value_heads\": 1", "\"num_key_value_heads\": 3"),
                       ContainsSubstring("MFA has one key/value head"));
     // A missing key has the default of transformers' class; null means that there is none.
