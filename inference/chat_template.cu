@@ -59,6 +59,15 @@ std::string qwen3_answer(const std::string& content) {
     return content.find("</think>") == std::string::npos ? content : qwq_answer(content);
 }
 
+std::string qwen3_answer_with_thoughts(const std::string& content) {
+    std::string thoughts = content.substr(0, std::min(content.find("</think>"), content.size()));
+    thoughts.erase(thoughts.find_last_not_of('\n') + 1);
+    if (const size_t begin = thoughts.rfind("<think>"); begin != std::string::npos) thoughts.erase(0, begin + 7);
+    thoughts = without_first_line_ends(thoughts);
+    if (thoughts.empty() || content.find("</think>") == std::string::npos) return qwen3_answer(content);
+    return "<think>\n" + thoughts + "\n</think>\n\n" + qwen3_answer(content);
+}
+
 // ChatML: `opening` is what the assistant's next message begins with.
 std::string chatml_of(const Messages& messages, Answer answer, const std::string& opening) {
     std::string text;
@@ -83,9 +92,27 @@ std::string qwen(const Messages& messages) {
     return chatml_with_system(messages, "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.");
 }
 
-std::string qwen3(const Messages& messages) { return chatml_of(messages, qwen3_answer, ""); }
+// The result of a tool is a message of the user. What the model thought on its way from the last question to such a
+// result is still of use to it, and stays.
+std::string qwen3_of(Messages messages, const std::string& opening) {
+    const auto is_question = [](const ChatMessage& m) {
+        const bool is_result = m.content.starts_with("<tool_response>") && m.content.ends_with("</tool_response>");
+        return m.role == "user" && !is_result;
+    };
+    const std::ptrdiff_t behind_question =
+        messages.rend() - std::find_if(messages.rbegin(), messages.rend(), is_question);
+    for (std::ptrdiff_t i = 0; i < std::ssize(messages); ++i) {
+        ChatMessage& m = messages[static_cast<size_t>(i)];
+        if (m.role != "assistant") continue;
+        const bool stays = behind_question > 0 && i >= behind_question;
+        m.content = stays ? qwen3_answer_with_thoughts(m.content) : qwen3_answer(m.content);
+    }
+    return chatml_of(messages, whole, opening);
+}
 
-std::string qwen3_thinking(const Messages& messages) { return chatml_of(messages, qwen3_answer, "<think>\n"); }
+std::string qwen3(const Messages& messages) { return qwen3_of(messages, ""); }
+
+std::string qwen3_thinking(const Messages& messages) { return qwen3_of(messages, "<think>\n"); }
 
 std::string qwq(const Messages& messages) { return chatml_of(messages, qwq_answer, "<think>\n"); }
 

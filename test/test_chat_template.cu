@@ -56,6 +56,35 @@ TEST_CASE("Mistral's oldest form takes a system message as the next one does", "
           "<s>[INST] Be brief.\n\na [/INST]b</s>[INST] c [/INST]");
 }
 
+// As transformers has it with the templates of Qwen3-0.6B and Qwen3-4B-Thinking-2507.
+TEST_CASE("Qwen 3 keeps what it thought between a question and the result of a tool", "[chat]") {
+    const std::string result = "<tool_response>\n8\n</tool_response>";
+    const auto written = [&](const std::string& first, const std::string& last, const std::string& end) {
+        return find_chat_template("qwen3", "")
+            .render({{"user", first},
+                     {"assistant", "<think>\na\n</think>\n\nb"},
+                     {"user", last},
+                     {"assistant", "c\n\n</think>\n\nd"},
+                     {"user", end}});
+    };
+    const auto expected = [](const std::string& first, const std::string& b, const std::string& last,
+                             const std::string& d, const std::string& end) {
+        const std::string user = "<|im_start|>user\n", assistant = "<|im_start|>assistant\n", close = "<|im_end|>\n";
+        return user + first + close + assistant + b + close + user + last + close + assistant + d + close + user + end +
+               close + assistant;
+    };
+    const std::string b = "<think>\na\n</think>\n\nb", d = "<think>\nc\n</think>\n\nd";
+    CHECK(written("q", "r", result) == expected("q", "b", "r", d, result));
+    CHECK(written("q", result, result) == expected("q", b, result, d, result));
+    CHECK(written("q", result, "r") == expected("q", "b", result, "d", "r"));
+    CHECK(written(result, result, result) == expected(result, "b", result, "d", result));  // no question at all
+    const std::vector<ChatMessage> no_thoughts = {
+        {"user", "q"}, {"assistant", "<think>\n\n</think>\n\ne"}, {"user", result}};
+    CHECK(find_chat_template("qwen3-thinking", "").render(no_thoughts) ==
+          "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\ne<|im_end|>\n<|im_start|>user\n" + result +
+              "<|im_end|>\n<|im_start|>assistant\n<think>\n");
+}
+
 TEST_CASE("A folder's chat template is recognised by what its description mentions", "[chat]") {
     const std::string reasoning = "{{ reasoning_content }}{{ m.content.split('</think>')[-1].lstrip('\\n') }}";
     const std::string ask = "{{ '<|im_start|>assistant\\n' }}", think = "{{ '<|im_start|>assistant\\n<think>\\n' }}";
