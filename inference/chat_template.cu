@@ -282,25 +282,31 @@ const std::vector<Signs>& all_signs() {
     static const std::string chatml = "<|im_end|>' + '\n'", llama3 = "<|start_header_id|>",
                              deepseek = "'<｜User｜>' + ";
     static const std::string thoughts_cut = ".split('</think>')[-1]", lines_cut = thoughts_cut + ".lstrip('\n')";
-    static const std::string thinks = "<|im_start|>assistant\n<think>\n", system = kChatmlSystem;
+    static const std::string thoughts_kept = "if loop.index0 > ns.last_query_index %}";
+    static const std::string thinks = "<|im_start|>assistant\n<think>\n'", system = kChatmlSystem;
     static const std::vector<Signs> signs = {
         {"qwen",
          {chatml, system + "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>"},
          {"think", "bos_token"}},
         {"qwen2", {chatml, system + "You are a helpful assistant.<|im_end|>"}, {"think", "bos_token"}},
-        {"qwq", {chatml, lines_cut, thinks}, {"reasoning_content", "trim", "bos_token"}},
-        {"qwen3-thinking", {chatml, lines_cut, thinks, "reasoning_content"}, {"trim", "bos_token"}},
+        {"qwq", {chatml, lines_cut, thinks}, {"reasoning_content", "trim", "bos_token", "enable_thinking"}},
+        {"qwen3-thinking",
+         {chatml, lines_cut, thinks, "reasoning_content", thoughts_kept},
+         {"trim", "bos_token", "enable_thinking", "'<think>' in"}},
         {"qwen3",
-         {chatml, lines_cut, "<|im_start|>assistant\n'", "reasoning_content"},
-         {"trim", "bos_token", "'<think>\n\n'"}},
+         {chatml, lines_cut, "<|im_start|>assistant\n'", "reasoning_content", thoughts_kept},
+         {"trim", "bos_token", "'<think>\n\n'", "not enable_thinking", "enable_thinking is not", "'<think>' in"}},
         {"chatml", {chatml}, {"think", "trim", "bos_token", "!= 'system'", "system_message"}},
-        {"llama3.1", {llama3, "Cutting Knowledge Date: December 2023\n", "Today Date: ", "trim"}, {"<|image|>"}},
-        {"llama3", {llama3 + "' + ", "trim"}, {llama3 + "system", "tools"}},
-        {"deepseek-v3.1", {deepseek, "<｜Assistant｜></think>"}, {}},
-        {"deepseek-r1", {deepseek, thoughts_cut, "<｜Assistant｜><think>\n"}, {}},
-        {"deepseek-r1-0528", {deepseek, "split('</think>')"}, {}},
+        {"llama3.1",
+         {llama3, "Cutting Knowledge Date: December 2023\n", "Today Date: ", "26 Jul 2024", "trim"},
+         {"<|image|>"}},
+        {"llama3", {llama3 + "' + ", "trim"}, {llama3 + "system", "tools", "Today Date: "}},
+        {"deepseek-v3.1", {deepseek, "<｜Assistant｜></think>", "thinking = false"}, {"<think></think>"}},
+        {"deepseek-r1", {deepseek, thoughts_cut, "<｜Assistant｜><think>\n'"}, {}},
+        {"deepseek-r1-0528", {deepseek, "split('</think>')"}, {"<｜Assistant｜><think>", "<｜Assistant｜></think>"}},
         {"deepseek", {deepseek, "system_prompt"}, {"think"}},
-        {"llama2", {"bos_token + '[INST] '", "'<<SYS>>\n' + system_message"}, {}},
+        // "true == true": the description has a system message of its own.
+        {"llama2", {"bos_token + '[INST] '", "'<<SYS>>\n' + system_message"}, {"true == true"}},
         {"mistral-v1", {"' [INST] '", "' [/INST]'", "loop.first and system_message"}, {}},
         {"mistral-v0", {"'[INST] '", "' [/INST]'", "message['content'] + eos_token}"}, {"system"}},
         {"mistral", {"\"[INST] \"", "\"[/INST]\"", "\"content\"]|trim + ", "loop.last and system_message"}, {}},

@@ -86,11 +86,14 @@ TEST_CASE("Qwen 3 keeps what it thought between a question and the result of a t
 }
 
 TEST_CASE("A folder's chat template is recognised by what its description mentions", "[chat]") {
-    const std::string reasoning = "{{ reasoning_content }}{{ m.content.split('</think>')[-1].lstrip('\\n') }}";
+    const std::string reasoning =
+        "{% if loop.index0 > ns.last_query_index %}{{ reasoning_content }}{% endif %}{{ "
+        "m.content.split('</think>')[-1].lstrip('\\n') }}";
     const std::string ask = "{{ '<|im_start|>assistant\\n' }}", think = "{{ '<|im_start|>assistant\\n<think>\\n' }}";
+    const std::string no_thoughts = "{{ '<|im_start|>assistant\\n<think>\\n</think>' }}";
     const std::string header = "{{ '<|start_header_id|>' + m.role }}{{ m.content | trim }}";
     const std::string dated =
-        header + "{{ 'Cutting Knowledge Date: December 2023\\n' }}{{ 'Today Date: ' + date_string }}";
+        header + "{{ 'Cutting Knowledge Date: December 2023\\n' }}{{ 'Today Date: ' + '26 Jul 2024' }}";
     const std::string system_last = "{% if loop.last and system_message is defined %}";
     const std::string system_first = "{% if loop.first and system_message is defined %}";
     const std::pair<std::string, std::string> descriptions[] = {
@@ -108,7 +111,9 @@ TEST_CASE("A folder's chat template is recognised by what its description mentio
         {"deepseek", deepseek_and("{{ '<｜Assistant｜>' }}")},
         {"deepseek-r1", deepseek_and("{{ m.content.split('</think>')[-1] }}{{ '<｜Assistant｜><think>\\n' }}")},
         {"deepseek-r1-0528", deepseek_and("{{ m.content.split('</think>')[-1] }}{{ '<｜Assistant｜>' }}")},
-        {"deepseek-v3.1", deepseek_and("{{ m.content.split('</think>', 1)[1] }}{{ '<｜Assistant｜></think>' }}")},
+        {"deepseek-v3.1",
+         deepseek_and(
+             "{% set thinking = false %}{{ m.content.split('</think>', 1)[1] }}{{ '<｜Assistant｜></think>' }}")},
         {"mistral-v0", "{{ '[INST] ' + m.content + ' [/INST]' }}{{ message['content'] + eos_token}}"},
         {"mistral-v1", system_first + "{{ ' [INST] ' + m.content + ' [/INST]' }}{{ ' ' + m.content + eos_token }}"},
         {"mistral", system_last + R"({{ "[INST] " + t + "[/INST]" }}{{ " " + message["content"]|trim + eos_token }})"},
@@ -139,10 +144,15 @@ TEST_CASE("A folder's chat template is recognised by what its description mentio
         chatml_and(reasoning + ask +
                    "{% if m %}{{ '<think>\\n\\n</think>\\n\\n' }}{% else %}{{ '<think>\\n\\n' }}"),  // Axolotl's Qwen 3
         chatml_and("{{ m.content | trim }}" + reasoning + ask),                                      // Qwen 3.5
-        header + "{{ '<|start_header_id|>system<|end_header_id|>' + tools }}",
+        // QwQ and Qwen 3 whose answers begin with a reasoning that is empty
+        chatml_and("{{ m.content.split('</think>')[-1].lstrip('\\n') }}" + no_thoughts),
+        chatml_and(reasoning + no_thoughts), header + "{{ '<|start_header_id|>system<|end_header_id|>' + tools }}",
         header + "{{ '<|start_header_id|>system<|end_header_id|>' }}",
         dated + "{{ tools }}{{ '<|image|>' }}",                               // LLaMA 3.2 Vision
         "{{ message['content'] + '\\n\\n' }}{{ '<｜User｜>' + m.content }}",  // DeepSeek-V2
+        // R1's with a backslash and an n where the line end should be, and without reasoning
+        deepseek_and("{{ m.content.split('</think>')[-1] }}{{ '<｜Assistant｜><think>\\\\n' }}"),
+        deepseek_and("{{ m.content.split('</think>')[-1] }}{{ '<｜Assistant｜><think>\\n</think>' }}"),
         // DeepSeek-V2.5: eight blanks before its system message
         deepseek_and("{%- if is_system %}        {% set ns.system_prompt = m.content %}{{ '<｜Assistant｜>' }}"),
         "{{ '[SYSTEM_PROMPT]' + s }}{{ '[INST]' + m.content + '[/INST]' }}",    // Mistral Small 3
@@ -155,23 +165,30 @@ TEST_CASE("A folder's chat template is recognised by what its description mentio
     const auto described = [&](const std::string& form) {
         return std::ranges::find(descriptions, form, [](const auto& one) { return one.first; })->second;
     };
-    for (const auto& [form, words] :
-         std::map<std::string, std::vector<std::string>>{{"chatml", {"think", "trim", "bos_token", "system_message"}},
-                                                         {"qwen", {"think", "bos_token"}},
-                                                         {"qwen2", {"think", "bos_token"}},
-                                                         {"qwen3", {"bos_token"}},
-                                                         {"qwen3-thinking", {"trim", "bos_token"}},
-                                                         {"qwq", {"trim", "bos_token"}},
-                                                         {"deepseek", {"think"}},
-                                                         {"mistral-v0", {"system"}},
-                                                         {"mistral-nemo", {"trim"}}})
+    for (const auto& [form, words] : std::map<std::string, std::vector<std::string>>{
+             {"chatml", {"think", "trim", "bos_token", "system_message"}},
+             {"qwen", {"think", "bos_token"}},
+             {"qwen2", {"think", "bos_token"}},
+             {"qwen3", {"bos_token", "'<think>' in content", "not enable_thinking", "enable_thinking is not"}},
+             {"qwen3-thinking", {"trim", "bos_token", "enable_thinking", "'<think>' in content"}},
+             {"qwq", {"trim", "bos_token", "enable_thinking"}},
+             {"llama2", {"true == true"}},  // a system message of its own
+             {"deepseek", {"think"}},
+             {"deepseek-v3.1", {"'<think></think>'"}},
+             {"mistral-v0", {"system"}},
+             {"mistral-nemo", {"trim"}}})
         for (const std::string& word : words) unknown.push_back(described(form) + "{{ " + word + " }}");
-    for (const auto& [form, word] : std::map<std::string, std::string>{{"llama3", " | trim"},
-                                                                       {"llama3.1", " | trim"},
-                                                                       {"deepseek-r1", ".split('</think>')[-1]"},
-                                                                       {"mistral-v1", "loop.first and "},
-                                                                       {"mistral", "|trim"},
-                                                                       {"mistral-nemo", "loop.last and "}}) {
+    for (const auto& [form, word] :
+         std::multimap<std::string, std::string>{{"llama3", " | trim"},
+                                                 {"llama3.1", " | trim"},
+                                                 {"llama3.1", "26 Jul 2024"},
+                                                 {"qwen3", "> ns.last_query_index"},  // TRL's: keeps all reasoning
+                                                 {"qwen3-thinking", "> ns.last_query_index"},
+                                                 {"deepseek-v3.1", "thinking = false"},
+                                                 {"deepseek-r1", ".split('</think>')[-1]"},
+                                                 {"mistral-v1", "loop.first and "},
+                                                 {"mistral", "|trim"},
+                                                 {"mistral-nemo", "loop.last and "}}) {
         unknown.push_back(described(form));
         unknown.back().erase(unknown.back().find(word), word.size());
     }
