@@ -257,6 +257,16 @@ std::string description_in(const std::string& folder) {
     return text;
 }
 
+// A special token's text in tokenizer_config.json, which has it as a string or an object; "" where it has none.
+std::string token_in(const std::string& folder, const char* name) {
+    const std::string config = folder + "/tokenizer_config.json";
+    if (!is_there(config)) return "";
+    const Json::Value file = read_json_file(config);
+    std::string text;
+    if (!read_value(member(file, name), text)) read_value(member(member(file, name), "content"), text);
+    return text;
+}
+
 // What the description of a form mentions, and what it does not: that would be another form, perhaps one that we lack.
 // The first that fits is taken.
 struct Signs {
@@ -386,6 +396,17 @@ std::string recognised(std::string described) {
     return "";
 }
 
+// Where a description says bos_token and eos_token, are the folder's tokens those that the form writes? A model may
+// have another's template and tokens of its own.
+bool has_tokens_of(const ChatTemplate& form, const std::string& description, const std::string& folder) {
+    const std::string begin = form.render({{"user", ""}});
+    const auto agrees = [&](const char* name, auto is_written) {
+        return description.find(name) == std::string::npos || is_written(token_in(folder, name));
+    };
+    return agrees("bos_token", [&](const auto& token) { return begin.starts_with(token); }) &&
+           agrees("eos_token", [&](const auto& token) { return token.empty() || token == form.end; });
+}
+
 }  // namespace
 
 std::string chat_template_names() {
@@ -398,7 +419,7 @@ const ChatTemplate& find_chat_template(const std::string& name, const std::strin
     const std::string description = name.empty() ? description_in(folder) : "";
     const std::string wanted = !name.empty() ? name : description.empty() ? "plain" : recognised(description);
     for (const ChatTemplate& chat : kTemplates)
-        if (chat.name == wanted) return chat;
+        if (chat.name == wanted && has_tokens_of(chat, description, folder)) return chat;
     const std::string names = chat_template_names();
     if (name.empty()) fail(folder, ": its chat template is none of those known here: give --template ", names);
     fail("--template ", name, ": use ", names);

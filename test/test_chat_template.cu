@@ -217,5 +217,21 @@ TEST_CASE("A chat template is described in either file of a folder, or nowhere",
     CHECK(form_in(folder) == "llama3");
     spit(folder / "chat_template.jinja", chatml_and(""));  // the file by itself comes first
     CHECK(form_in(folder) == "chatml");
+    // A description that says bos_token or eos_token means those of the folder; a form writes those of its models.
+    const std::string mistral =
+        "{{ bos_token }}{{ '[INST] ' + m.content + ' [/INST]' }}{{ message['content'] + eos_token}}";
+    spit(folder / "chat_template.jinja", mistral);
+    const auto with_tokens = [&](const json& bos, const json& eos) {
+        config["bos_token"] = bos, config["eos_token"] = eos;
+        spit(folder / "tokenizer_config.json", dumped(config));
+        return error_of([&] { form_in(folder); });
+    };
+    CHECK(with_tokens("<s>", value({{"content", "</s>"}})) == "");
+    CHECK(with_tokens(json(), json()) == "");  // perhaps elsewhere in the folder
+    CHECK(one_line_with(with_tokens("<|startoftext|>", "</s>"), "none of those known here"));
+    CHECK(one_line_with(with_tokens(value({{"content", "<|startoftext|>"}}), "</s>"), "none of those known here"));
+    CHECK(one_line_with(with_tokens("<s>", "<|endoftext|>"), "none of those known here"));
+    spit(folder / "chat_template.jinja", chatml_and(""));  // says neither
+    CHECK(form_in(folder) == "chatml");
     CHECK_THROWS_WITH(find_chat_template("vicuna", ""), "--template vicuna: use " + chat_template_names());
 }
