@@ -194,7 +194,7 @@ PreTokenizer Reader::metaspace(const Json::Value& step) {
                                            : PrependScheme::never);
 }
 
-// What the post_processor puts around a text: an outer one of several around what the inner ones put.
+// What the post_processor puts around a text. To tokenizers a second template would see not one text, but two or more.
 void Reader::read_post_processor() {
     auto ids_of = [&](const Json::Value& ids, std::vector<int32_t>& out) {
         want(ids.isArray(), "a special token of the post_processor has no ids");
@@ -206,25 +206,27 @@ void Reader::read_post_processor() {
             out.push_back(number);
         }
     };
+    bool is_first = true;
     for (const Json::Value* node : steps_of(member(root_, "post_processor"), "processors")) {
         const Json::Value& step = *node;
         const std::string type = type_of(step);
         if (type == "ByteLevel") continue;  // it changes offsets only
         want(type == "TemplateProcessing", "the file has the post_processor ", quoted_line(type), kSupported);
-        std::vector<int32_t> before, behind;
+        want(std::exchange(is_first, false), "the post_processor has two templates", kSupported);
         bool text_seen = false;
         for (const Json::Value& item : member(step, "single")) {
             if (!member(item, "Sequence").isNull()) {
                 want(!text_seen, "the template of the post_processor has the text twice");
+                want(member(member(item, "Sequence"), "id") != Json::Value("B"),
+                     "the template of the post_processor has a second text, which a prompt is not");
                 text_seen = true;
                 continue;
             }
             const std::string name = text(member(item, "SpecialToken"), "id", "the template of the post_processor");
-            ids_of(member(member(member(step, "special_tokens"), name.c_str()), "ids"), text_seen ? behind : before);
+            ids_of(member(member(member(step, "special_tokens"), name.c_str()), "ids"),
+                   text_seen ? parts_.suffix : parts_.prefix);
         }
         want(text_seen, "the template of the post_processor lacks the text");
-        parts_.prefix.insert(parts_.prefix.begin(), before.begin(), before.end());
-        parts_.suffix.insert(parts_.suffix.end(), behind.begin(), behind.end());
     }
 }
 
@@ -233,13 +235,20 @@ void Reader::read_decoder() {
     const Json::Value& root = member(root_, "decoder");
     want(!root.isNull() || parts_.bpe.byte_level, "there is no decoder, so that tokens cannot be printed", kSupported);
     decodes_bytes_ = root.isNull();
-    bool fused = false;  // steps before work on each token, steps after it on the whole text
+    bool fused = false;        // steps before work on each token, steps after it on the whole text
+    bool joins_bytes = false;  // ByteFallback makes one text of bytes in a row, and steps after it do not see tokens
     for (const Json::Value* node : steps_of(root, "decoders")) {
         const Json::Value& step = *node;
         const std::string type = type_of(step);
         if (type == "Fuse") {
             fused = true;
-        } else if (type == "Strip") {
+            continue;
+        }
+        // Metaspace's mark is a token of its own, and not written as bytes.
+        const bool sees_tokens = !joins_bytes || fused || type == "Metaspace" || type == "ByteFallback";
+        want(sees_tokens, "the decoder ", quoted_line(type), " follows ByteFallback", kSupported);
+        joins_bytes |= type == "ByteFallback";
+        if (type == "Strip") {
             const std::string content = text(step, "content", "the decoder Strip");
             const int start = count(step, "start"), stop = count(step, "stop");
             if (fused) {

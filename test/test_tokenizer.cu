@@ -403,6 +403,13 @@ TEST_CASE("a post_processor puts its tokens around a prompt") {
                             p["single"].removeIndex(1, &removed);
                         }),
                         "lacks the text"));
+    CHECK(one_line_with(change([](json& p) { p["single"][1]["Sequence"]["id"] = "B"; }), "a second text"));
+    CHECK(one_line_with(refusal([&](json& f) {
+                            around(f);
+                            json& processors = f["post_processor"]["processors"];
+                            processors.append(processors[1]);
+                        }),
+                        "two templates"));
     CHECK(one_line_with(change([](json& p) { p["type"] = "RobertaProcessing"; }), "\"RobertaProcessing\""));
 }
 
@@ -443,6 +450,12 @@ TEST_CASE("tokenizer files that cannot work are refused in one line") {
     CHECK(one_line_with(component("decoder", R"({"type": "Sequence", "decoders": [{"type": "Fuse"},
         {"type": "Strip", "content": " ", "start": 1}, {"type": "Strip", "content": "_", "start": 1}]})"),
                         "strips the end", ours));
+    CHECK(one_line_with(component("decoder", R"({"type": "Sequence", "decoders": [{"type": "ByteFallback"},
+        {"type": "Replace", "pattern": {"String": "_"}, "content": " "}]})"),
+                        "\"Replace\" follows ByteFallback", ours));
+    CHECK(one_line_with(component("decoder", R"({"type": "Sequence", "decoders": [{"type": "ByteFallback"},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0}]})"),
+                        "\"Strip\" follows ByteFallback", ours));
     CHECK(one_line_with(component("decoder", R"({"type": "Sequence", "decoders": [{"type": "Fuse"},
         {"type": "ByteFallback"}]})"),
                         "\"ByteFallback\" follows Fuse", ours));
