@@ -35,18 +35,21 @@ def stand_ins(isolated):
     """[(character, older character like it)]. isolated: as by punctuation()"""
     class_of = {c: name for name in CLASSES for c in members_of(rf"\p{{{name}}}")}
     scripts = {name: members_of(rf"\p{{{name}}}") for name in SCRIPTS}
-    oldest, newer = {}, []
+    older, newer = {}, []
     for c in SCALARS:
         if c not in class_of:
             continue
         key = (class_of[c], len(c.encode()), tuple(c in scripts[name] for name in SCRIPTS), c in isolated)
         if unicodedata.category(c) == class_of[c]:
-            oldest.setdefault(key, c)
+            older.setdefault(key, []).append(c)
         else:
             newer.append((c, key))
-    # U+180E is no white space, but PCRE2 takes it for one: U+200B is of the same class (Cf) and length.
-    return sorted([("\u180e", "\u200b")] + [(c, oldest.get(key) or oldest[*key[:2], (False,) * len(SCRIPTS), key[3]])
-                                            for c, key in newer])
+    likes = [("\u180e", "\u200b")]  # no white space, but PCRE2 takes it for one: U+200B is of the same class (Cf) and length
+    for c, key in newer:
+        alike = older.get(key) or older[*key[:2], (False,) * len(SCRIPTS), key[3]]
+        # The one before it, which a range in a pattern most likely takes, too.
+        likes.append((c, max((o for o in alike if o < c), default=alike[0])))
+    return sorted(likes)
 
 
 def utf8proc():

@@ -75,6 +75,13 @@ TEST_CASE("a byte that is not UTF-8 is one control character to patterns") {
     CHECK(words_of({split(Regex("\\p{Cc}", "t"), SplitBehavior::isolated)}, "\xE2\x82") == Words{"\xE2", "\x82"});
 }
 
+// The first range is in the files of DeepSeek LLM 7B and 67B. U+A7DB and U+A7DC are of Unicode 16, U+1FAE8 of 15.
+TEST_CASE("a range in a pattern takes newer characters by where they are") {
+    const PreTokenizer range = split(Regex("[\u0800-\u4e00]+|[\U0001F300-\U0001FAFF]", "t"), SplitBehavior::isolated);
+    CHECK(words_of({range}, "a\ua7db\ua7dca") == Words{"a\ua7db\ua7dca"});
+    CHECK(words_of({range}, "a\U0001FAE8a") == Words{"a", "\U0001FAE8", "a"});
+}
+
 TEST_CASE("what a quantifier repeats, and where a class ends, is as in Oniguruma") {
     const auto replaced = [](const char* pattern, const char* text) {
         return Regex(pattern, "t").replace_all(text, "-");
