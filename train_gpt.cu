@@ -69,9 +69,13 @@ int64_t set_weights(Trainer& t) {
 }
 
 // What the weights of --init are worth: a row for step 0, with nothing but a validation loss.
+bool evaluates_init(const Run& run) {
+    const TrainOptions& o = run.trainer.options;
+    return !o.init.empty() && !o.resume && o.val_every > 0 && run.data.val;
+}
 void evaluate_init(Run& run) {
     const TrainOptions& o = run.trainer.options;
-    if (o.init.empty() || o.resume || o.val_every == 0 || !run.data.val) return;
+    if (!evaluates_init(run)) return;
     LogRow row;
     row.val_loss = evaluate(run.trainer, *run.data.val, o.val_sequences);
     if (!run.is_first()) return;
@@ -123,7 +127,7 @@ StepResult finish_step(Run& run, int64_t step) {
 void loop(Run& run) {
     Trainer& t = run.trainer;
     const TrainOptions& o = t.options;
-    bool stop = false, after_a_step = o.sample_tokens == 0;
+    bool stop = false, after_a_step = o.sample_tokens == 0 && !evaluates_init(run);
     run.start = seconds_now();
     while (!stop && run.step < o.steps) {
         const int64_t step = ++run.step;

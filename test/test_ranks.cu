@@ -317,15 +317,18 @@ TEST_CASE("memory is within 5 % of the formula, traffic equal to it", "[program]
     }
 }
 
-// A step that only follows a sample: it finds weights of ZeRO 3 in their buffers, and sends less than the formula says.
+// A step that only follows a sample, or the evaluation of --init: it finds weights of ZeRO 3 in their buffers, and
+// sends less than the formula says.
 TEST_CASE("where no step follows another one the account has no formula for ZeRO 3", "[program][ranks]") {
     const TempFolder folder;
-    const Outcome run = run_ranks(
-        "--batch 2 --steps 1 --warmup 0 --ranks 2 --zero 3 --sample 2 --val-sequences 2 --model " + odd_model(true),
-        folder / "run");
-    INFO(run.out << run.err);
-    REQUIRE(run.status == 0);
-    CHECK(numbers_of(run.out, "sent by all").size() == 1);
+    const std::string flags = "--batch 2 --steps 1 --warmup 0 --ranks 2 --zero 3 --val-sequences 2 --model ";
+    const Outcome sampled = run_ranks(flags + odd_model(true) + " --sample 2", folder / "run"),
+                  evaluated = run_ranks(flags + odd_model(true) + " --init " + (folder / "run"), folder / "evaluated");
+    for (const Outcome& run : {sampled, evaluated}) {
+        INFO(run.out << run.err);
+        REQUIRE(run.status == 0);
+        CHECK(numbers_of(run.out, "sent by all").size() == 1);
+    }
 }
 
 TEST_CASE("without ZeRO each rank has what the formula says, to the byte", "[program][ranks]") {
