@@ -316,18 +316,20 @@ static void print_head_chunks(const Trainer& t, const DeviceSpec& spec) {
     std::printf("\n");
 }
 
-// What makes a run smaller that has not been asked for yet.
+// What makes a run smaller, has not been asked for yet, and is not refused beside what has been.
 static std::string ways_to_fit(const Trainer& t) {
     const TrainOptions& o = t.options;
     std::string ways;
     const auto add = [&](bool helps, const char* way) {
         if (helps) ways += std::string(way) + ", ";
     };
-    add(o.recompute.every == 0 && !o.recompute.selective, "--recompute");
+    const bool splits = t.pipeline && t.pipeline->schedule().splits_backward;
+    add(o.recompute.every == 0 && !o.recompute.selective && !splits, "--recompute");
     add(t.micro_batch > 1, "a smaller --micro-batch");
     add(o.precision.dtype == DType::f32, "--dtype bf16");
-    add(o.precision.master, "--master none");
-    add(!t.pipeline && o.data_ranks() > 1 && o.data_parallel.zero < 3 && !o.data_parallel.naive, "--zero 3");
+    add(o.precision.master && o.precision.dtype == DType::bf16 && !t.model.sharding.host_updates(), "--master none");
+    const bool shards = o.data_ranks() > 1 && o.data_parallel.compress.kind == Compression::none;
+    add(!t.pipeline && shards && o.data_parallel.zero < 3 && !o.data_parallel.naive, "--zero 3");
     add(!t.pipeline && o.offload == Offload::none, "--offload");
     add(t.pipeline != nullptr, "more ranks");
     return ways + "a shorter --seq or another --optimizer";
