@@ -168,11 +168,16 @@ std::string Trainer::memory_fault() {
     // Of those that share a device: so many times the mean of all ranks, which differ in a pipeline.
     const double bytes = sharers > 1 ? all_bytes * sharers / world.size : static_cast<double>(memory.bytes());
     if (bytes <= device_bytes) return "";
+    // Not what has been asked for already, nor what is refused beside it.
+    const Recompute& again = options.recompute;
+    const bool splits = pipeline && pipeline->schedule().splits_backward;
     return concat("this run needs ", human_bytes(bytes),
                   sharers > 1 ? concat(" for the ", sharers, " ranks that share a device") : "", ", the device has ",
-                  human_bytes(device_bytes), ": use ", sharers > 1 ? "fewer ranks, " : "",
-                  "a smaller --micro-batch, --seq or --model, --recompute",
-                  options.precision.dtype == DType::f32 ? ", --dtype bf16" : "", " or --offload");
+                  human_bytes(device_bytes), ": use ",
+                  again.every == 0 && !again.selective && !splits ? "--recompute, " : "",
+                  options.precision.dtype == DType::f32 ? "--dtype bf16, " : "",
+                  !pipeline && options.offload == Offload::none ? "--offload, " : "",
+                  sharers > 1 ? "fewer ranks, " : "", "a smaller --micro-batch, --seq or --model");
 }
 
 void Trainer::reserve() {
