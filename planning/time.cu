@@ -316,33 +316,14 @@ static void print_head_chunks(const Trainer& t, const DeviceSpec& spec) {
     std::printf("\n");
 }
 
-// What makes a run smaller, has not been asked for yet, and is not refused beside what has been.
-static std::string ways_to_fit(const Trainer& t) {
-    const TrainOptions& o = t.options;
-    std::string ways;
-    const auto add = [&](bool helps, const char* way) {
-        if (helps) ways += std::string(way) + ", ";
-    };
-    const bool splits = t.pipeline && t.pipeline->schedule().splits_backward;
-    add(o.recompute.every == 0 && !o.recompute.selective && !splits, "--recompute");
-    add(t.micro_batch > 1, "a smaller --micro-batch");
-    add(o.precision.dtype == DType::f32, "--dtype bf16");
-    add(o.precision.master && o.precision.dtype == DType::bf16 && !t.model.sharding.host_updates(), "--master none");
-    const bool shards = o.data_ranks() > 1 && o.data_parallel.compress.kind == Compression::none;
-    add(!t.pipeline && shards && o.data_parallel.zero < 3 && !o.data_parallel.naive, "--zero 3");
-    add(!t.pipeline && o.offload == Offload::none, "--offload");
-    add(t.pipeline != nullptr, "more ranks");
-    return ways + "a shorter --seq or another --optimizer";
-}
-
 // Where the device has too little memory for the rank that takes most.
 static void print_fit(Trainer& t, const DeviceSpec& spec) {
     const auto [rank, bytes] =
         t.pipeline ? largest_pipeline_rank(t) : std::pair(0, static_cast<double>(t.memory.bytes()));
     if (bytes <= spec.bytes) return;
     const std::string who = rank > 0 ? concat("rank ", rank, " needs about ", human_bytes(bytes), ": ") : "";
-    std::printf("  %sit does not fit: %s has %s. Try %s\n", who.c_str(), spec.name, human_bytes(spec.bytes).c_str(),
-                ways_to_fit(t).c_str());
+    std::printf("  %sit does not fit: %s has %s. Try %s%s\n", who.c_str(), spec.name, human_bytes(spec.bytes).c_str(),
+                t.pipeline ? "more ranks, " : "", t.ways_to_fit().c_str());
 }
 
 void print_time(Trainer& t) {

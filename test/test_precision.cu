@@ -310,13 +310,15 @@ TEST_CASE("the plan has the famous figures", "[program][plan]") {
     CHECK(number_after(plan("--params 1e9 --optimizer sgd"), "  sum ") == Approx(8));
     // A model that no machine of ours could hold is planned all the same, on any device.
     const std::string large = plan("--model llama-8b --dtype bf16 --batch 1 --seq 8192 --device-spec h100");
-    CHECK_THAT(large, ContainsSubstring("has 74.5 GiB. Try --recompute, --master none, --offload, a shorter --seq or"));
+    CHECK_THAT(large, ContainsSubstring(
+                          "has 74.5 GiB. Try --recompute, --master none, --offload, a shorter --seq, a smaller"));
     CHECK_THAT(plan("--model llama-8b --dtype bf16 --batch 1 --seq 8192 --offload optimizer --device-spec 4090"),
-               ContainsSubstring("Try --recompute, a shorter --seq or another --optimizer"));
+               ContainsSubstring("Try --recompute, a shorter --seq, a smaller --model or another --optimizer"));
     // What is refused beside float16, or beside a compressor, is not advised.
-    CHECK_THAT(plan("--model llama-8b --dtype fp16 --grad-dtype fp32 --ranks 2 --compress bf16 --batch 2 --seq 8192 "
-                    "--device-spec h100"),
-               ContainsSubstring("Try --recompute, --offload, a shorter --seq or another --optimizer"));
+    CHECK_THAT(
+        plan("--model llama-8b --dtype fp16 --grad-dtype fp32 --ranks 2 --compress bf16 --batch 2 --seq 8192 "
+             "--device-spec h100"),
+        ContainsSubstring("Try --recompute, --offload, a shorter --seq, a smaller --model or another --optimizer"));
     CHECK_THAT(large, ContainsSubstring("NVIDIA H100 architecture white paper"));
     CHECK_THAT(large, !ContainsSubstring("on a CPU"));
     // Muon's products take time, too.
@@ -342,7 +344,8 @@ TEST_CASE("the plan has the famous figures", "[program][plan]") {
     // Of rank 3 gradients of 18.2 GiB, 2.0 GiB in flight, and weights of 9.1 and states of 54.6 twice: an update may be
     // undone.
     CHECK_THAT(pipeline("--ranks 4 --pp 4 --seq 64 --pipeline zb-h2 --stages 4,4,4,20"),
-               ContainsSubstring("rank 3 needs about 148 GiB: it does not fit: h100 has 74.5 GiB. Try --master none,"));
+               ContainsSubstring(
+                   "rank 3 needs about 148 GiB: it does not fit: h100 has 74.5 GiB. Try more ranks, --master none,"));
     // Twice the weights alone: 2BW has two versions of them.
     const std::string twice = "--pipeline 2bw --clip 0 --val-every 0 --save-every 0 ";
     CHECK_THAT(pipeline("--ranks 4 --pp 4 --seq 64 --stages 4,4,4,20 " + twice),

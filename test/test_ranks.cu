@@ -451,11 +451,12 @@ TEST_CASE("ranks that share a device are refused what together is more than it h
         CHECK(outcome.status == 2);
         CHECK_THAT(outcome.err,
                    ContainsSubstring("for the 2 ranks that share a device, the device has ") &&
-                       ContainsSubstring(concat("B: use ", ways, "a smaller --micro-batch, --seq or --model\n")));
+                       ContainsSubstring(concat("B: use fewer ranks, ", ways,
+                                                "a shorter --seq, a smaller --model or another --optimizer\n")));
     };
-    fails_with(command(wide), "--recompute, --dtype bf16, --offload, fewer ranks, ");
+    fails_with(command(wide), "--recompute, --dtype bf16, --zero 3, --offload, ");
     // What it has already is not advised. (The optimizer's states are half of all.)
-    fails_with(command(2 * wide) + " --recompute full --offload unified", "--dtype bf16, fewer ranks, ");
+    fails_with(command(2 * wide) + " --recompute full --offload unified", "--dtype bf16, --zero 3, ");
     CHECK_FALSE(std::filesystem::exists(folder / "run"));
 }
 

@@ -168,16 +168,26 @@ std::string Trainer::memory_fault() {
     // Of those that share a device: so many times the mean of all ranks, which differ in a pipeline.
     const double bytes = sharers > 1 ? all_bytes * sharers / world.size : static_cast<double>(memory.bytes());
     if (bytes <= device_bytes) return "";
-    // Not what has been asked for already, nor what is refused beside it.
-    const Recompute& again = options.recompute;
-    const bool splits = pipeline && pipeline->schedule().splits_backward;
     return concat("this run needs ", human_bytes(bytes),
                   sharers > 1 ? concat(" for the ", sharers, " ranks that share a device") : "", ", the device has ",
-                  human_bytes(device_bytes), ": use ",
-                  again.every == 0 && !again.selective && !splits ? "--recompute, " : "",
-                  options.precision.dtype == DType::f32 ? "--dtype bf16, " : "",
-                  !pipeline && options.offload == Offload::none ? "--offload, " : "",
-                  sharers > 1 ? "fewer ranks, " : "", "a smaller --micro-batch, --seq or --model");
+                  human_bytes(device_bytes), ": use ", sharers > 1 ? "fewer ranks, " : "", ways_to_fit());
+}
+
+std::string Trainer::ways_to_fit() const {
+    const TrainOptions& o = options;
+    std::string ways;
+    const auto add = [&](bool helps, const char* way) {
+        if (helps) ways += std::string(way) + ", ";
+    };
+    const bool splits = pipeline && pipeline->schedule().splits_backward;
+    add(o.recompute.every == 0 && !o.recompute.selective && !splits, "--recompute");
+    add(micro_batch > 1, "a smaller --micro-batch");
+    add(o.precision.dtype == DType::f32, "--dtype bf16");
+    add(o.precision.master && o.precision.dtype == DType::bf16 && !model.sharding.host_updates(), "--master none");
+    const bool shards = o.data_ranks() > 1 && o.data_parallel.compress.kind == Compression::none;
+    add(!pipeline && shards && o.data_parallel.zero < 3 && !o.data_parallel.naive, "--zero 3");
+    add(!pipeline && o.offload == Offload::none, "--offload");
+    return ways + "a shorter --seq, a smaller --model or another --optimizer";
 }
 
 void Trainer::reserve() {

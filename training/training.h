@@ -305,6 +305,8 @@ struct Trainer {
     void take_memory();
     // What is wrong where that is more than the device has, with that of the ranks that share it; or "". Collective.
     std::string memory_fault();
+    // What makes the run smaller, has not been asked for yet, and is not refused beside what has been.
+    std::string ways_to_fit() const;
     void reserve();
 
   private:
