@@ -337,9 +337,12 @@ void TokenSource::Impl::add_text(const Files& found, const std::string& path, co
              document_token});
     description =
         concat(is_default ? "C++ standard library headers, " + fs::path(found.paths[0]).parent_path().string() : path,
-               ": ", found.is_folder ? concat(n_files, " files, ") : "", human_bytes(static_cast<double>(text_bytes)),
-               ", ", human_count(static_cast<double>(n)), " tokens (", tokenizer.name(), ")",
-               n_skipped > 0 ? concat(", ", n_skipped, " files that are not text skipped") : "");
+               ": ", found.is_folder ? concat(n_files, n_files == 1 ? " file, " : " files, ") : "",
+               human_bytes(static_cast<double>(text_bytes)), ", ", human_count(static_cast<double>(n)), " tokens (",
+               tokenizer.name(), ")",
+               n_skipped > 0
+                   ? concat(", ", n_skipped, n_skipped == 1 ? " file that is" : " files that are", " not text skipped")
+                   : "");
 }
 
 TokenSource TokenSource::open(const std::string& path, const Tokenizer& tokenizer, bool held_out,

@@ -109,7 +109,7 @@ TEST_CASE("text from a folder: in name order, hidden files and binaries left out
     fs::create_directory_symlink("..", folder / "b/loop");
     TokenSource source = open(folder.path);
     CHECK(text_of(source) == "A\nX\nC\nD");
-    CHECK(one_line_with(source.description(), folder.path, "4 files", "1 files that are not text skipped"));
+    CHECK(one_line_with(source.description(), folder.path, "4 files", "1 file that is not text skipped"));
 }
 
 TEST_CASE("the checksum of a text tells where its files, which are documents, begin") {
