@@ -166,12 +166,18 @@ RopeScaling read_rope_scaling(const ConfigReader& in, const Json::Value& rope, c
     to.original_max_position = to.kind == RopeKind::dynamic ? T_max : in.integer(original, in_rope);
     to.low_freq_factor = in.number(rope, "low_freq_factor", to.low_freq_factor);
     to.high_freq_factor = in.number(rope, "high_freq_factor", to.high_freq_factor);
+    const auto must_be_below = [&](const char* first, double a, const char* second, double b) {
+        check(to.factor == 1 || a < b, in.path(), ": ", first, " ", a, " must be below ", second, " ", b);
+    };
+    if (to.kind == RopeKind::llama3)
+        must_be_below("low_freq_factor", to.low_freq_factor, "high_freq_factor", to.high_freq_factor);
     if (to.kind != RopeKind::yarn) return to;
     check(!in.has(rope, "attention_factor") && in.is_true(rope, "truncate"), in.path(),
           ": YaRN's attention_factor and truncate are not supported, only what follows from factor and mscale");
     to.factor = in.number(rope, "factor", static_cast<double>(T_max) / static_cast<double>(to.original_max_position));
     to.beta_fast = in.number(rope, "beta_fast", to.beta_fast);
     to.beta_slow = in.number(rope, "beta_slow", to.beta_slow);
+    must_be_below("beta_slow", to.beta_slow, "beta_fast", to.beta_fast);
     return to;
 }
 

@@ -719,6 +719,10 @@ TEST_CASE("configurations of transformers: what is not supported is said", "[mod
     CHECK_THROWS_WITH(load("llama_biases", "\"factor\": 4.0,", ""), ContainsSubstring("linear needs a \"factor\""));
     CHECK_THROWS_WITH(load("llama_biases", "\"factor\"", "\"partial_rotary_factor\": 0.5, \"factor\""),
                       ContainsSubstring("partial_rotary_factor is not supported"));
+    CHECK_THROWS_WITH(load("llama", "\"high_freq_factor\": 4.0", "\"high_freq_factor\": 1"),
+                      ContainsSubstring("config.json: low_freq_factor 1 must be below high_freq_factor 1"));
+    CHECK_THROWS_WITH(load("deepseek", "\"beta_slow\": 0.5", "\"beta_slow\": 40"),
+                      ContainsSubstring("config.json: beta_slow 40 must be below beta_fast 4"));
     CHECK_THROWS_WITH(load("deepseek", "\"yarn\"", "\"linear\""),
                       ContainsSubstring("mscale_all_dim is supported for rope_type yarn only, not for linear"));
     for (const char* value : {"false", "null"})  // transformers takes null for false here
