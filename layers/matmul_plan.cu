@@ -296,7 +296,7 @@ PlannedWay make_plan(const Product& product, Tensor out, Tensor a, Tensor b, con
     Choice& choice = known->second;
     if (choice.way == MatmulWay::parts) planned.way = MatmulWay::parts;
     else if (choice.way == MatmulWay::hopper && hopper_matmul_takes(product)) planned.way = MatmulWay::hopper;
-    else if (choice.algorithm && can_run(plan, *choice.algorithm))
+    else if (choice.algorithm && !algorithms.empty() && can_run(plan, *choice.algorithm))
         planned.way = MatmulWay::cublas_lt, plan.algorithm = *choice.algorithm;
     return planned;
 }

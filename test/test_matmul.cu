@@ -300,9 +300,17 @@ TEST_CASE("matmul takes the algorithm that was chosen, and ours where it is told
         CHECK(kernel_of() == "matmul");
         CHECK(matmul_choices() == name + ": " + choice + "\n");
     }
-    // An algorithm that this cuBLASLt does not know: its own first one.
-    const Choices unknown(name + ": 1.2.3.4.5.6.7.8  # 1.0 us\n");
-    CHECK(kernel_of() == "matmul");
+    {  // An algorithm that this cuBLASLt does not know: its own first one.
+        const Choices unknown(name + ": 1.2.3.4.5.6.7.8  # 1.0 us\n");
+        CHECK(kernel_of() == "matmul");
+    }
+    // An algorithm for what no algorithm of cuBLASLt's computes: ours.
+    Buffer attended(DType::f32, {32, 24}, random_values(768, 3)), delta(DType::f32, {1, 2, 32}),
+        expected(DType::f32, {1, 2, 32});
+    matmul(out, a, b, {.attended = attended, .delta = expected}, device().stream);
+    const Choices impossible("32x24x7 f32 f32 f32 nn delta heads of 12: 0.0.0.0.0.0.0.0\n");
+    matmul(out, a, b, {.attended = attended, .delta = delta}, device().stream);
+    CHECK((delta.values() == expected.values()));
 }
 
 TEST_CASE("matmul: choices are timed, written and read", "[matmul][choices]") {
