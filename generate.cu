@@ -273,26 +273,55 @@ Ready get_ready(const GenerateOptions& options, const std::string& folder, const
         ready.task = prepare(model, options);
     }
     if (!options.pictures.empty()) make_folder(options.pictures);
-    model.load();
+    if (!ranks) model.load();  // several load when all are ready: then a mistake in a prompt need not wait
     return ready;
 }
 
-// The exit status. ranks: those that divide the model, if there are several.
-int generate(GenerateOptions options, Comm* ranks) {
-    options.engine.ranks = ranks;
-    Ready ready;
-    while (!ready.model) {
+// The same for the folder that is there now: a checkpoint that a run has removed meanwhile (train_gpt --keep) has a
+// newer one in its place.
+Ready get_ready(GenerateOptions& options) {
+    while (true) {
         const std::string folder = model_folder(options);
         const std::string draft = options.draft.empty() ? "" : find_model_folder("--draft", options.draft);
         try {
-            ready = get_ready(options, folder, draft);
+            return get_ready(options, folder, draft);
         } catch (const Error&) {
-            // A checkpoint that a run has removed meanwhile (train_gpt --keep) has a newer one in its place.
             const bool is_newest = model_folder(options) == folder &&
                                    (draft.empty() || find_model_folder("--draft", options.draft) == draft);
-            if (ranks || is_newest) throw;
+            if (options.engine.ranks || is_newest) throw;
         }
     }
+}
+
+// Runs f on all ranks, or on the only one. false: rank 0 has found something wrong, and has printed it as one line,
+// which stands for those of the ranks that have found it, too. (Before any of them ends: mpirun then ends the others.)
+// What another rank alone finds, as on a host with other files, ends the job.
+bool succeeds(Comm* ranks, const std::function<void()>& f) {
+    if (!ranks) return f(), true;
+    std::string fault;
+    try {
+        f();
+    } catch (const Error& error) {
+        fault = error.what();
+    }
+    const bool success = gather_numbers(*ranks, {!fault.empty()})[0][0] == 0;
+    if (success && !fault.empty()) fail(fault);
+    if (!success && ranks->rank == 0) std::fprintf(stderr, "generate: %s\n", fault.c_str());
+    return success;
+}
+
+// The exit status. ranks: those that divide the model, if there are several. fault: what is wrong with the command
+// line, or nothing.
+int generate(GenerateOptions options, Comm* ranks, const std::string& fault) {
+    options.engine.ranks = ranks;
+    Ready ready;
+    Comm* const others = options.plan ? nullptr : ranks;  // a plan is made by one rank
+    const auto start = [&] {
+        if (!fault.empty()) fail(fault);
+        ready = get_ready(options);
+    };
+    if (!succeeds(others, start)) return 2;
+    if (others && !succeeds(others, [&] { ready.model->load(); })) return 2;
     if (options.plan) return ready.task();
     if (ranks) ranks->meet_hosts();  // no collective before all have their memory
     if (!ready.task) return ready.model->engine->follow(), 0;
@@ -307,20 +336,27 @@ int main(int argc, char** argv) {
     keep_standard_numbers();
     end_with_reason();
     try {
-        const GenerateOptions options = parse_generate_options(argc, argv);
+        GenerateOptions options;
         RankOptions ranks;
-        ranks.ranks = started_by_mpirun() ? 0 : static_cast<int>(options.tp);
+        std::string fault;
+        try {
+            options = parse_generate_options(argc, argv);
+            ranks.ranks = started_by_mpirun() ? 0 : static_cast<int>(options.tp);
+            const int n = rank_count(ranks);
+            check(options.plan || n == options.tp, "--tp ", options.tp, " under an mpirun of ", n,
+                  " processes: give --tp ", n, ", or start ", options.tp);
+        } catch (const Error& error) {
+            if (!started_by_mpirun()) throw;
+            fault = error.what();  // every process has found it; rank 0 prints it (succeeds)
+        }
         ranks.quiet = true, ranks.planning = options.plan;
         // The others wait for the one with the requests, which waits for whoever writes them, or reads the answers.
         ranks.timeout_s = std::numeric_limits<double>::infinity();
-        const int n = rank_count(ranks);
-        check(options.plan || n == options.tp, "--tp ", options.tp, " under an mpirun of ", n, " processes: give --tp ",
-              n, ", or start ", options.tp);
         int status = 0;
-        if (options.tp == 1) status = generate(options, nullptr);
+        if (options.tp == 1 && fault.empty()) status = generate(options, nullptr, fault);
         else
             run_ranks(ranks, [&](Comm& world) {
-                const int its = generate(options, &world);
+                const int its = generate(options, &world, fault);
                 if (world.rank == 0) status = its;
             });
         check_output();

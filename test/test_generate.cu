@@ -558,11 +558,29 @@ TEST_CASE("generate refuses in one line what cannot be", "[generate][program]") 
     spit(folder / "in", "{\"prompt\": \"a\", \"tokens\": 2}\n");
     generate("--batch " + (folder / "in") + " --out " + (folder / "out") + " >&-");
     CHECK(lines_of(folder / "out").size() == 1);
-    // Without --tp each process would answer all by itself.
-    CHECK_THAT(generate("--prompt a", "OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=0").err,
-               ContainsSubstring("--tp 1 under an mpirun of 2 processes: give --tp 2, or start 1"));
     const Outcome none = run_program("generate", "--prompt a", "cd " + folder.path + " &&");
     CHECK_THAT(none.err, ContainsSubstring("there is no run in runs/: train a model with ./train_gpt"));
+}
+
+TEST_CASE("what is wrong on all ranks that divide a model is one line, as in a plan", "[generate][program]") {
+    const std::string heads = "--tp 3: the model's 4 heads cannot be divided among 3 ranks: use a divisor of 4";
+    for (const std::string way : {"--prompt a", "--plan"})
+        CHECK(generate("--tp 3 " + way).err == "generate: " + heads + "\n");
+    CHECK(generate("--tp 2 --prompt-ids 999").err ==  // which rank 0 alone has
+          "generate: the prompt has the token 999, but the model knows 0 to 255\n");
+    if (!have_mpirun()) SKIP_TEST("no MPI");
+    for (const auto& [flags, says] :
+         {std::pair<std::string, std::string>{"--tp 3 --prompt a", heads},
+          // Each process would answer all by itself.
+          {"--prompt a", "--tp 1 under an mpirun of 3 processes: give --tp 3, or start 1"}}) {
+        const Outcome outcome = run_shell(concat("OMP_NUM_THREADS=1 ", mpirun_command(3), program_path("generate"),
+                                                 " --model ", trained_run(), " ", flags));
+        INFO(outcome.err);
+        CHECK(outcome.status == 2);
+        CHECK_THAT(outcome.err, ContainsSubstring("generate: " + says + "\n"));
+        CHECK(outcome.err.find(says, outcome.err.find(says) + 1) == std::string::npos);
+        CHECK(outcome.err.find("MPI_ABORT") == std::string::npos);
+    }
 }
 
 TEST_CASE("a checkpoint that is removed while it is read gives way to a newer one", "[generate][program]") {
