@@ -343,8 +343,8 @@ int main(int argc, char** argv) {
             options = parse_generate_options(argc, argv);
             ranks.ranks = started_by_mpirun() ? 0 : static_cast<int>(options.tp);
             const int n = rank_count(ranks);
-            check(options.plan || n == options.tp, "--tp ", options.tp, " under an mpirun of ", n,
-                  " processes: give --tp ", n, ", or start ", options.tp);
+            check(n == options.tp, "--tp ", options.tp, " under an mpirun of ", n, " processes: give --tp ", n,
+                  ", or start ", options.tp);
         } catch (const Error& error) {
             if (!started_by_mpirun()) throw;
             fault = error.what();  // every process has found it; rank 0 prints it (succeeds)

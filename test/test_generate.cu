@@ -572,7 +572,8 @@ TEST_CASE("what is wrong on all ranks that divide a model is one line, as in a p
     for (const auto& [flags, says] :
          {std::pair<std::string, std::string>{"--tp 3 --prompt a", heads},
           // Each process would answer all by itself.
-          {"--prompt a", "--tp 1 under an mpirun of 3 processes: give --tp 3, or start 1"}}) {
+          {"--prompt a", "--tp 1 under an mpirun of 3 processes: give --tp 3, or start 1"},
+          {"--plan --tp 2", "--tp 2 under an mpirun of 3 processes: give --tp 3, or start 2"}}) {
         const Outcome outcome = run_shell(concat("OMP_NUM_THREADS=1 ", mpirun_command(3), program_path("generate"),
                                                  " --model ", trained_run(), " ", flags));
         INFO(outcome.err);
