@@ -156,9 +156,6 @@ RopeScaling read_rope_scaling(const ConfigReader& in, const Json::Value& rope, c
     };
     to.mscale = mscale("mscale");
     to.mscale_all_dim = mscale("mscale_all_dim");
-    // transformers multiplies DeepSeek's softmax scale by it for every rope_type.
-    check(to.kind == RopeKind::yarn || to.mscale_all_dim == 0, in.path(),
-          ": mscale_all_dim is supported for rope_type yarn only, not for ", type);
     if (to.kind == RopeKind::linear) return to;
     // As transformers has it: a length beside rope_scaling goes before one in it, and without both it is the longest.
     const char* const original = "original_max_position_embeddings";
@@ -311,6 +308,9 @@ Config read_deepseek(const ConfigReader& in, const std::string& type) {
           ", num_hidden_layers ", c.L, "), which are not there yet: only models without experts can be used");
     check(c.K == c.H, in.path(), ": num_key_value_heads ", c.K, " must be num_attention_heads ", c.H,
           ": every head has its own key");
+    // transformers multiplies the softmax scale by it for every rope_type.
+    check(c.rope_scaling.kind == RopeKind::yarn || c.rope_scaling.mscale_all_dim == 0, in.path(),
+          ": mscale_all_dim is supported for rope_type yarn only");
     c.attention = "mla";
     c.q_rank = in.is_null("q_lora_rank") ? 0 : in.integer("q_lora_rank");  // null: queries come from the input
     c.kv_rank = in.integer("kv_lora_rank");

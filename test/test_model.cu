@@ -724,7 +724,8 @@ TEST_CASE("configurations of transformers: what is not supported is said", "[mod
     CHECK_THROWS_WITH(load("deepseek", "\"beta_slow\": 0.5", "\"beta_slow\": 40"),
                       ContainsSubstring("config.json: beta_slow 40 must be below beta_fast 4"));
     CHECK_THROWS_WITH(load("deepseek", "\"yarn\"", "\"linear\""),
-                      ContainsSubstring("mscale_all_dim is supported for rope_type yarn only, not for linear"));
+                      ContainsSubstring("mscale_all_dim is supported for rope_type yarn only"));
+    CHECK(load("llama_biases", "\"factor\"", "\"mscale_all_dim\": 0.8, \"factor\"").rope_scaling.factor == 4);
     for (const char* value : {"false", "null"})  // transformers takes null for false here
         CHECK_THROWS_WITH(load("deepseek", "\"mscale\"", concat("\"truncate\": ", value, ", \"mscale\"")),
                           ContainsSubstring("attention_factor and truncate are not supported"));
