@@ -191,6 +191,10 @@ std::optional<IndexedPiece> EngineLoop::Submission::next(const std::function<boo
 
 std::optional<IndexedPiece> EngineLoop::Submission::next_if_there(double seconds) {
     std::optional<IndexedPiece> piece = queue_->take(seconds);
+    if (piece && piece->piece.is_error()) {  // clients would take an answer that ends like this for a whole one
+        outcome_ = Outcome::failed;
+        throw HttpError(500, kNotFinite);
+    }
     if (piece && piece->piece.finish_reason) --n_left_;
     return piece;
 }

@@ -171,7 +171,8 @@ class EngineLoop {
         ~Submission();  // cancels what has not ended
         Submission(const Submission&) = delete;
         // The next piece, in the order in which the engine made them; nothing after the last. HttpError 500 if the
-        // engine has ended before, 504 if the request took too long; nothing, too, when client_is_gone.
+        // engine has ended before, or the logits of an answer are not finite, 504 if the request took too long;
+        // nothing, too, when client_is_gone.
         std::optional<IndexedPiece> next(const std::function<bool()>& client_is_gone);
         std::optional<IndexedPiece> next_if_there(double seconds = 0);  // waits for at most this long
         bool ended() const { return n_left_ == 0; }

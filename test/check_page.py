@@ -119,8 +119,8 @@ def check(page):
     expect(page.value("document.body.innerText.includes('an answer of 0 tokens')"), "nobody can read why requests are refused")
     page.value("$('tokens').value = 40, $('times').value = 1, $('burst').click()")
     page.becomes("$('refused').textContent === ''")
-    # An answer that ends where the logits are not finite, as a server with damaged weights would send it.
-    page.value("""{ const real = fetch, events = 'data: {"choices": [{"delta": {"content": ""}, "finish_reason": "error"}], "usage": {"completion_tokens": 0}}\\n\\n';
+    # A stream that ends where the logits are not finite, as a server with damaged weights would send it.
+    page.value("""{ const real = fetch, events = 'data: {"error": {"message": "the logits are not finite"}}\\n\\n';
         fetch = (path, options) => path.startsWith("/v1/") ? (fetch = real, Promise.resolve(new Response(events))) : real(path, options); }""")
     page.type_message("Hello")
     page.becomes(last_message + ".includes('not finite') && answering === null")

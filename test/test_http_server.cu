@@ -1,4 +1,6 @@
-// inference/http_server.cu without a model: the connections of a server whose system refuses some of them.
+// inference/http_server.cu without a model: the connections of a server whose system refuses some of them. And the
+// thread of the engine without connections.
+#include "engine.h"
 #include "inference/server.h"
 #include "test.h"
 
@@ -10,7 +12,9 @@
 
 #include <atomic>
 #include <cerrno>
+#include <cmath>
 #include <new>
+#include <thread>
 
 namespace {
 
@@ -97,4 +101,81 @@ TEST_CASE("a server that ends as soon as it has started ends", "[server]") {
     int status = -1;
     ::waitpid(child, &status, 0);
     CHECK(status == 0);
+}
+
+TEST_CASE("who waits for the engine's thread is told why there is no answer", "[inference][server]") {
+    const Config config = small_llama();
+    ModelWithMemory m(config, config.T_max);
+    const auto tokenizer = parse_tokenizer(
+        R"({"decoder": {"type": "ByteLevel"}, "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}})", "t");
+    const auto run = [&](double timeout, const std::function<void(Engine&)>& prepare, auto&& ask) {
+        EngineOptions options;
+        options.scheduler.max_sequences = 4;
+        EngineWithMemory e(m.model, options);
+        Requests requests(e.engine, *tokenizer);
+        prepare(e.engine);
+        ServerOptions server;
+        server.request_timeout = timeout;
+        Metrics metrics;
+        std::atomic<bool> ending = false;
+        EngineLoop loop(requests, server, metrics, ending);
+        std::string thrown;
+        std::thread thread([&] {
+            try {
+                loop.run();
+            } catch (const Error& error) {
+                thrown = error.what();
+            }
+        });
+        TextRequest request;
+        request.prompt = {1, 2, 3}, request.max_tokens = 5, request.n = 2;
+        ask(loop, request);
+        ending = true;
+        thread.join();
+        CHECK(requests.unfinished().size() == (thrown.empty() ? 0 : 1));
+        return thrown + metrics.text(view_of(requests));
+    };
+    // The status and the message of what f throws.
+    const auto refusal = [](auto&& f) {
+        try {
+            f();
+        } catch (const HttpError& error) {
+            return concat(error.status, ": ", error.what());
+        }
+        return std::string("none");
+    };
+    const auto take_all = [&](EngineLoop& loop, const TextRequest& request) {
+        const auto submission = loop.submit({request});
+        return refusal([&] {
+            while (submission->next([] { return false; })) {
+            }
+        });
+    };
+    const auto nothing = [](Engine&) {};
+    const auto outcome = [](const char* name) { return concat("llm_requests_total{outcome=\"", name, "\"} 1\n"); };
+    CHECK_THAT(run(20, nothing, [&](auto& loop, auto& request) { CHECK(take_all(loop, request) == "none"); }),
+               ContainsSubstring(outcome("completed")));
+    CHECK_THAT(run(0, nothing,
+                   [&](auto& loop, auto& request) {
+                       CHECK_THAT(take_all(loop, request),
+                                  ContainsSubstring("504: the answer was not complete after 0 s"));
+                   }),
+               ContainsSubstring(outcome("timed_out")));
+    const auto failing = [](Engine& engine) {
+        engine.token_ready = [](Request&, Sequence&, const Sampled&) -> bool { fail("the device is lost"); };
+    };
+    const std::string ended = run(20, failing, [&](auto& loop, auto& request) {
+        CHECK(take_all(loop, request) == "500: the engine has ended with an error");
+        CHECK_THAT(refusal([&] { loop.submit({request}); }), ContainsSubstring("503: "));
+        CHECK_THAT(refusal([&] { loop.view(); }), ContainsSubstring("503: "));
+    });
+    CHECK_THAT(ended, ContainsSubstring("the device is lost") && ContainsSubstring(outcome("failed")));
+    // Half of an answer, or none, is not told as a whole one.
+    const Param& weight = m.model.params.back();
+    m.model.write(weight, std::vector<float>(static_cast<size_t>(weight.value.n()), std::nanf("")));
+    CHECK_THAT(run(20, nothing,
+                   [&](auto& loop, auto& request) {
+                       CHECK_THAT(take_all(loop, request), ContainsSubstring("500: the model's logits are not finite"));
+                   }),
+               ContainsSubstring(outcome("failed")));
 }
