@@ -16,9 +16,10 @@
 //     state.json                              the rest (state.cu)
 //
 // Reading puts pieces together as the new run has cut them: any number of ranks, any stage.
-// Only compression's errors belong to a number of ranks, and to their parts of the model: with others they start at 0
-// again, and the run says so.
+// Only compression's errors belong to a number of ranks, and to their parts of the gradients: with others they start at
+// 0 again, and the run says so.
 #include "io/list_folder.h"
+#include "parallel/comm/transport.h"
 #include "training/training.h"
 
 #include <algorithm>
@@ -255,10 +256,18 @@ void write_states(const Trainer& t, const std::string& path) {
     write_safetensors(path, tensors, {}, true);
 }
 
-// The errors are those of a rank's part of the gradients, of its sequences.
+// The errors are those of a rank's part of the gradients, of its sequences. Of weights that several ranks have, a rank
+// compresses the whole gradient or, where the ranks add it up afterwards, a part: of a norm with --sp, of a tied
+// embedding's ends where Pipeline::reduce_gradients adds them last. Errors of the one are none of the other: added to
+// the whole gradient, errors of parts, which are different on each rank, would make one weight different ones.
 std::string compression_file(const Trainer& t) {
     std::string name = t.options.tp > 1 ? "compression " + division(t) : "compression";
-    if (t.model.pipeline_ranks) name += concat(" pp ", t.options.pp, " parts ", t.model.pipeline_ranks->key());
+    if (t.options.sp) name += " sp";
+    if (t.model.pipeline_ranks) {
+        name += concat(" pp ", t.options.pp, " parts ", t.model.pipeline_ranks->key());
+        const bool in_rank_order = t.world.algorithm == AllReduce::library && !t.world.transport().has_native();
+        if (t.config.tied && !in_rank_order) name += " tied last";
+    }
     std::ranges::replace(name, ' ', '-');
     return numbered_file(name, t.world.rank, t.world.size);
 }
@@ -278,9 +287,12 @@ void read_compression(const Trainer& t, const std::string& folder) {
     // that began anew beside one that did not would have another Q.)
     if (!std::filesystem::exists(path)) {
         if (t.world.rank == 0)
-            std::printf("--compress: the checkpoint has no errors of %d ranks%s%s: they start at 0\n", t.world.size,
-                        t.options.tp > 1 ? concat(" with --tp ", t.options.tp).c_str() : "",
-                        t.options.pp > 1 ? concat(" with --pp ", t.options.pp, " and these stages").c_str() : "");
+            std::printf(
+                "--compress: the checkpoint has no errors of %d ranks%s%s: they start at 0\n", t.world.size,
+                t.options.tp > 1 ? concat(" with --tp ", t.options.tp, t.options.sp ? " --sp" : " without --sp").c_str()
+                                 : "",
+                t.options.pp > 1 ? concat(" with --pp ", t.options.pp, ", these stages and this order of sums").c_str()
+                                 : "");
         return;
     }
     const SafetensorsReader saved(path);
