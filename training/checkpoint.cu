@@ -265,6 +265,7 @@ std::string compression_file(const Trainer& t) {
     if (t.options.sp) name += " sp";
     if (t.model.pipeline_ranks) {
         name += concat(" pp ", t.options.pp, " parts ", t.model.pipeline_ranks->key());
+        if (t.options.cp > 1) name += concat(" cp ", t.options.cp);  // the ranks of a stage have other numbers then
         const bool in_rank_order = t.world.algorithm == AllReduce::library && !t.world.transport().has_native();
         if (t.config.tied && !in_rank_order) name += " tied last";
     }
@@ -291,8 +292,9 @@ void read_compression(const Trainer& t, const std::string& folder) {
                 "--compress: the checkpoint has no errors of %d ranks%s%s: they start at 0\n", t.world.size,
                 t.options.tp > 1 ? concat(" with --tp ", t.options.tp, t.options.sp ? " --sp" : " without --sp").c_str()
                                  : "",
-                t.options.pp > 1 ? concat(" with --pp ", t.options.pp, ", these stages and this order of sums").c_str()
-                                 : "");
+                t.options.pp > 1
+                    ? concat(" with --pp ", t.options.pp, ", these stages, this --cp and this order of sums").c_str()
+                    : "");
         return;
     }
     const SafetensorsReader saved(path);
