@@ -51,11 +51,17 @@ add() {
     rows+=("| $1 | $result | $3 | $4 |")
     echo "  $1: $result, $3 s  $4"
 }
+# Ctrl-C and SIGTERM end this script alone: timeout has a process group of its own, and what runs in it would go on. So commands
+# are jobs in groups of their own (set -m), which are ended with the script.
+trap 'for job in $(jobs -p); do kill -- "-$job" 2> /dev/null; done' EXIT
 # run NAME FILE COMMAND...: the output goes to FILE, and to the log.
 run() {
     local file=$2 status=0
     { echo "==== $1: ${*:3}"; } >> "$log"
-    timeout "$(seconds_left)" "${@:3}" > "$file" 2>&1 || status=$?
+    set -m
+    timeout "$(seconds_left)" "${@:3}" > "$file" 2>&1 &
+    set +m
+    wait $! || status=$?
     cat "$file" >> "$log"
     return $status
 }
@@ -133,6 +139,7 @@ if wants sanitizers && [ $device = cpu ]; then
 elif wants sanitizers; then
     sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2> /dev/null)
     tools=(memcheck racecheck initcheck synccheck)
+    set -m
     for tool in "${tools[@]}"; do
         # The GPU waits for the host most of the time, so the four run side by side. Only the test's own process is looked
         # at: a kernel that shall trap does so in another (test/test_embedding.cu).
@@ -144,6 +151,7 @@ elif wants sanitizers; then
             echo "$status $((SECONDS - started))" > "$out/$tool.status"
         } &
     done
+    set +m
     wait
     for tool in "${tools[@]}"; do
         if [ -z "$sanitizer" ]; then add "$tool" absent 0 "no compute-sanitizer here" && continue; fi

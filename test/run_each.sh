@@ -40,8 +40,10 @@ if [ "$1" = --one ]; then
     # wait for a kernel that never ends.
     {
         LLM_TEST_LOG=$file.log timeout --kill-after=5 "$limit" ${TEST_WITH:-} "$RUN_TESTS" "$spec" > "$file.out" 2>&1 < /dev/null &
+        trap "kill -KILL -- -$!" EXIT  # also where Ctrl-C or SIGTERM ends this script while it waits
         wait $! || status=$?
         kill -KILL -- -$!
+        trap - EXIT
     } 2> /dev/null
     if [ $is_cut = 1 ] && { [ $status = 124 ] || [ $status = 137 ]; }; then
         printf 'left out\t%s\n' "$name" > "$file.log"

@@ -3,7 +3,10 @@
 #include "llm.h"
 #include "program.h"
 
+#include <unistd.h>
+
 #include <cmath>
+#include <csignal>
 #include <cstdio>
 
 namespace {
@@ -404,6 +407,30 @@ TEST_CASE("make gpu-check: the table, and what fails", "[program][harness]") {
         build);
     CHECK(slow.status == 1);
     CHECK_THAT(slow.out, ContainsSubstring("| tests | STOPPED |"));
+}
+
+TEST_CASE("Ctrl-C ends make test and make gpu-check with what they have started", "[program][harness]") {
+    const TempFolder folder;
+    const auto interrupted = [](const std::string& script) {
+        const Outcome outcome =
+            run_shell("timeout --signal=INT --kill-after=20 0.5 env --default-signal=INT " + script);
+        INFO(script << ": " << outcome.err << outcome.out);
+        CHECK(outcome.status != 128 + SIGKILL);
+        for (int i = 0; i < 100 && is_left_running(); ++i) ::usleep(20000);
+        CHECK(!is_left_running());
+    };
+    // A test that does not see it, as one that waits for a program does not.
+    const std::string test = pretend_to_test("a test") + "trap '' INT; " + left_running + "\n";
+    std::filesystem::create_directories(folder / "build-cuda");
+    make_executable(folder / "build-cuda/run_tests", test);
+    interrupted(concat("CHECK_STEPS=kernel_tests CHECK_TESTS=gelu CHECK_OUT=", folder.path, " dev/gpu_check.sh ",
+                       folder / "build-cuda"));
+#ifdef CUDA_ON_CPU
+    // run.sh takes folders whose names begin with build/cpu.
+    const std::string build = std::filesystem::relative(build_folder()).string();
+    make_executable(folder / "run_tests", test);
+    interrupted(concat("test/run.sh ", build, "/../../../../../../../../../../..", folder.path));
+#endif
 }
 
 TEST_CASE("make gpu-window: a kernel that hangs and one that traps do not stop the rest", "[program][harness]") {
