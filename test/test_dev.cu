@@ -464,6 +464,21 @@ TEST_CASE("benchmarks refuse what is no number, and a result that cannot be writ
     }
 }
 
+TEST_CASE("fetch.sh without a network, and with a number of shards that is none, says so in one line", "[program]") {
+    const TempFolder folder;
+    for (const char* name : {"dev/data", "bin"}) std::filesystem::create_directories(folder / name);
+    std::filesystem::copy_file("dev/data/fetch.sh", folder / "dev/data/fetch.sh");
+    spit(folder / "bin/curl", "#!/bin/sh\nexit 6\n");
+    std::filesystem::permissions(folder / "bin/curl", std::filesystem::perms::owner_all);
+    const auto fetch = [&](const std::string& what) {
+        return run_shell(concat("PATH=", folder / "bin", ":$PATH ", folder / "dev/data/fetch.sh ", what));
+    };
+    const Outcome broken_off = fetch("tinyshakespeare"), shards = fetch("fineweb-edu ten");
+    CHECK((broken_off.status == 2 && shards.status == 2));
+    CHECK_THAT(broken_off.err, ContainsSubstring("tinyshakespeare/input.txt could not be fetched"));
+    CHECK(shards.out + shards.err == "dev/data/fetch.sh: fineweb-edu ten: give the number of shards, as 1\n");
+}
+
 TEST_CASE("tokenizers give the ids of Hugging Face's on mixed text", "[program][tokenizer]") {
     const char* set = std::getenv("LLM_PYTHON");
     const Outcome outcome = run_shell(concat(set ? set : "python3", " dev/compare_tokenizers.py ",

@@ -8,6 +8,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
+fail() { echo "dev/data/fetch.sh: $*" >&2; exit 2; }
+
 hugging_face=https://huggingface.co
 
 # get URL FILE: resumes what was broken off, skips what is there, and leaves FILE only when it is complete.
@@ -15,7 +17,8 @@ get() {
     mkdir -p "$(dirname "$2")"
     if [ -e "$2" ]; then echo "$2 is there already"; return; fi
     echo "fetching $2"
-    curl --fail --location --retry 3 --continue-at - --output "$2.part" "$1"
+    curl --fail --location --retry 3 --continue-at - --output "$2.part" "$1" ||
+        fail "$1 could not be fetched, for the reason that curl gives above; the same command again continues"
     mv "$2.part" "$2"
 }
 
@@ -31,6 +34,7 @@ tinystories)
     echo "now: ./train_gpt --data data/tinystories/train.txt --val data/tinystories/valid.txt"
     ;;
 fineweb-edu)
+    [[ ${2:-1} =~ ^[1-9][0-9]*$ ]] || fail "fineweb-edu $2: give the number of shards, as 1"
     from=$hugging_face/datasets/karpathy/fineweb-edu-100B-gpt2-token-shards/resolve/main
     for name in val_000000 $(seq --format=train_%06g 1 "${2:-1}"); do
         get "$from/edu_fineweb_$name.bin" "data/fineweb-edu/edu_fineweb_$name.bin"
