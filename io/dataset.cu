@@ -81,6 +81,7 @@ Files find_files(const std::string& path, bool held_out) {
         files.shards = std::all_of(files.paths.begin(), files.paths.end(), is_shard_name);
     }
     check(!files.paths.empty(), "no data at ", path,
+          files.is_folder ? ": the folder has no files (hidden ones are not read)" : "",
           ": --data and --val take a text file, a folder, or .bin token shards");
     auto n_val = std::count_if(files.paths.begin(), files.paths.end(), is_val_name);
     files.has_val = files.shards && n_val > 0 && n_val < static_cast<int64_t>(files.paths.size());

@@ -239,7 +239,7 @@ TEST_CASE("data that cannot work is refused in one line") {
     };
     CHECK(one_line_with(refusal("missing.txt"), "no data at", folder / "missing.txt", "--data"));
     CHECK(one_line_with(refusal("*.bin"), "no data at", folder / "*.bin"));
-    CHECK(one_line_with(refusal(""), "no data at", folder.path));
+    CHECK(one_line_with(refusal(""), "no data at", folder.path, "folder has no"));
     spit(folder / "empty.txt", "");
     CHECK(one_line_with(refusal("empty.txt"), "no text in", "empty.txt"));
     spit(folder / "zeros.txt", std::string("a\0b", 3));
