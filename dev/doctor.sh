@@ -163,9 +163,9 @@ if has clang-format; then yes "clang-format" "$(first_line clang-format --versio
 if has clangd; then yes "clangd" "$(first_line clangd --version): make compile_commands.json"; else no "clangd" "none" "./install.sh --dev, for editors"; fi
 python=${LLM_PYTHON:-python3}
 if out=$("$python" -c 'import sys, torch, transformers; print("Python %d.%d, torch %s, transformers %s" % (*sys.version_info[:2], torch.__version__, transformers.__version__))' 2> /dev/null); then
-    yes "transformers" "$out: the test that transformers reads what we save"
+    yes "transformers" "$out: the tests that compare with them"
 else
-    no "transformers" "$python has no torch and transformers" "pip install torch transformers (and LLM_PYTHON=its/bin/python); one test is skipped without"
+    no "transformers" "$python has no torch and transformers" "pip install torch transformers (and LLM_PYTHON=its/bin/python); the tests that compare with them are skipped without"
 fi
 
 echo
