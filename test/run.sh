@@ -65,7 +65,8 @@ strict=$!
     for seed in 2 3; do run_strict $seed "$strict_filter~[shapes]"; done
 } > "$runs/functions.txt" &
 functions=$!
-run programs '[program]~[comm]~[.]' < /dev/null &  # too: while a test waits in system() for a program, it does not see Ctrl-C
+# In a group of its own, too: a test that waits in system() for a program does not see Ctrl-C.
+run programs '[program]~[comm]~[.]' < /dev/null &
 programs=$!
 set +m
 trap 'kill -- -$strict -$functions -$programs 2> /dev/null' EXIT
