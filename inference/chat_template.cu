@@ -60,12 +60,13 @@ std::string qwen3_answer(const std::string& content) {
 }
 
 std::string qwen3_answer_with_thoughts(const std::string& content) {
-    std::string thoughts = content.substr(0, std::min(content.find("</think>"), content.size()));
+    const size_t end = content.find("</think>");
+    if (end == std::string::npos) return content;
+    std::string thoughts = content.substr(0, end);
     thoughts.erase(thoughts.find_last_not_of('\n') + 1);
     if (const size_t begin = thoughts.rfind("<think>"); begin != std::string::npos) thoughts.erase(0, begin + 7);
     thoughts = without_first_line_ends(thoughts);
-    if (thoughts.empty() || content.find("</think>") == std::string::npos) return qwen3_answer(content);
-    return "<think>\n" + thoughts + "\n</think>\n\n" + qwen3_answer(content);
+    return (thoughts.empty() ? "" : "<think>\n" + thoughts + "\n</think>\n\n") + qwq_answer(content);
 }
 
 // ChatML: `opening` is what the assistant's next message begins with.
