@@ -249,7 +249,8 @@ class BatchRun {
                 std::vector<Sampled> prompt, tokens;
             };
             auto answers = std::make_shared<std::map<uint64_t, Answer>>();
-            request.ready = [this, id, answers, first, n = request.n,
+            const size_t skips_from = request.skip_special_tokens ? 0 : std::string::npos;
+            request.ready = [this, id, answers, first, n = request.n, skips_from,
                              with_logprobs = request.sampling.logprobs >= 0](const AnswerPiece& piece) {
                 Answer& answer = (*answers)[piece.sample];
                 answer.text += piece.text;
@@ -262,7 +263,8 @@ class BatchRun {
                 if (n > 1) line.set("sample", piece.sample), line.set("samples", n);
                 line.set("text", answer.text), line.set("ids", ids_of(answer.tokens));
                 int64_t offset = 0, offset_in_prompt = first;
-                if (with_logprobs) line.set("logprobs", logprobs_json(*model_.tokenizer, answer.tokens, offset));
+                if (with_logprobs)
+                    line.set("logprobs", logprobs_json(*model_.tokenizer, answer.tokens, offset, skips_from));
                 if (!answer.prompt.empty())
                     line.set("prompt_logprobs", logprobs_json(*model_.tokenizer, answer.prompt, offset_in_prompt));
                 line.set("finish_reason", piece.finish_reason);

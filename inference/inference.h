@@ -229,8 +229,9 @@ LogitBias parse_logit_bias(const std::string& flag, const std::string& text);
 LogitBias read_logit_bias(const Json::Value& value);
 // OpenAI's {"tokens", "token_logprobs", "top_logprobs", "text_offset"}. offset: characters of the text before these
 // tokens, where it is below 0 written as 0; on return after them. A token that is kUnscored begins the text, and has
-// null in place of numbers.
-JsonText logprobs_json(const Tokenizer& tokenizer, std::span<const Sampled> tokens, int64_t& offset);
+// null in place of numbers. skips_from: the text has no special tokens from this one on (skip_special_tokens).
+JsonText logprobs_json(const Tokenizer& tokenizer, std::span<const Sampled> tokens, int64_t& offset,
+                       size_t skips_from = std::string::npos);
 // The offset of a prompt's first token: below 0 where tokens that the text lacks stand before it, as <|begin_of_text|>.
 int64_t first_offset(const Tokenizer& tokenizer, const std::vector<int32_t>& prompt, const std::string& text);
 // The same for people: a line for each token.
@@ -746,18 +747,24 @@ struct TextRequest {
     int64_t max_tokens = 16, n = 1;  // 0 tokens: nothing but the prompt's log-probabilities
     SamplingOptions sampling;
     bool scores_prompt = false;        // the prompt's tokens with their log-probabilities, too
+    bool skip_special_tokens = true;   // the answer's text is without them; its tokens and log-probabilities have them
     std::vector<std::string> stop;     // the answer ends before the first of these
     std::vector<int32_t> stop_tokens;  // likewise
     std::optional<BeamOptions> beams;  // the n best answers of this search, in one piece each, without `stop`
     std::function<void(const AnswerPiece& piece)> ready;  // called for each piece, in order; it must not call add()
 };
 
+// The stop strings that are a special token, where the text is without those: they are stop tokens, too. Error for one
+// that has a special token and more: no such text has it.
+std::vector<int32_t> special_stops(const Tokenizer& tokenizer, const TextRequest& request);
+
 class Requests {
   public:
     // Takes the engine's token_ready, answer_ended and beams_ended.
     Requests(Engine& engine, const Tokenizer& tokenizer);
     ~Requests();
-    // Error, in one line, for what the model cannot do: a prompt that is empty or too long, an unknown token.
+    // Error, in one line, for what the model cannot do: a prompt that is empty or too long, an unknown token; and for a
+    // stop string that the text cannot have.
     int64_t add(TextRequest request);
     void cancel(int64_t id);  // nothing more is heard of it; ids of requests that have ended are ignored
     bool step() { return engine_.step(); }
@@ -852,7 +859,7 @@ struct GenerateOptions {
     SamplingOptions sampling;
     bool has_seed = false;  // --seed was given: otherwise a server draws one for each request
     std::vector<std::string> stop;
-    bool ignore_eos = false;
+    bool ignore_eos = false, show_special_tokens = false;
     EngineOptions engine;
 };
 GenerateOptions parse_generate_options(int argc, char** argv);

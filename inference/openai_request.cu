@@ -1,6 +1,7 @@
 // inference/openai_request.cu: a request as OpenAI's clients write it, checked field by field.
 //
-// Besides OpenAI's fields there are some that vLLM has, too: top_k, min_p, repetition_penalty, ignore_eos. What a
+// Besides OpenAI's fields there are some that vLLM has, too: top_k, min_p, repetition_penalty, ignore_eos,
+// skip_special_tokens. What a
 // request does not say is as the program's flags are; only the seed, without --seed, differs from request to request. A
 // field that we do not know is refused: otherwise a client whose "temprature" is ignored would never learn of it.
 #include "inference/server.h"
@@ -117,6 +118,7 @@ void read_ends(Fields& fields, const ServedModel& served, bool chat, TextRequest
     }
     bool ignore_eos = false;
     const bool given = fields.read("ignore_eos", ignore_eos, "true or false");
+    fields.read("skip_special_tokens", request.skip_special_tokens, "true or false");
     std::vector<int32_t>& stops = request.stop_tokens;  // of a conversation also the end of its template
     if (given && ignore_eos) stops.clear();
     else if (given && served.options.ignore_eos)
@@ -275,6 +277,11 @@ ApiRequest read_api_request(const ServedModel& served, bool chat, const std::str
     for (const std::string& stop : template_stop)
         if (std::find(request.stop.begin(), request.stop.end(), stop) == request.stop.end())
             request.stop.push_back(stop);
+    try {
+        special_stops(*served.model.tokenizer, request);
+    } catch (const Error& error) {
+        refuse("stop", error.what());
+    }
     if (chat) {
         api.requests.push_back(request);
     } else {

@@ -58,6 +58,8 @@ void add_request_options(CommandLine& line, GenerateOptions& o) {
     what.option("--samples", o.samples, "answers to the prompt");
     what.option("--stop", o.stop, "the answer ends before this text; may be given several times");
     what.flag("--ignore-eos", o.ignore_eos, "do not end an answer at the model's end-of-text token");
+    what.flag("--show-special-tokens", o.show_special_tokens,
+              "write an answer's special tokens, as <|im_end|>, too; otherwise they are left out of its text");
     what.flag("--ids", o.ids, "print token ids, a line for each answer, instead of text");
     what.option(
         "--logprobs", o.sampling.logprobs,
@@ -158,7 +160,7 @@ constexpr const char* kOfServer[] = {"--host",     "--port",           "--api-ke
 // A flag that does nothing would be believed to do something.
 void check_effects(const GenerateOptions& o, const CommandLine& line) {
     for (const char* flag : kOfServer) check(o.serve || o.plan || !line.given(flag), flag, " is for --serve");
-    std::vector<std::string> of_answers = {"--tokens", "--samples", "--beams", "--ignore-eos"};
+    std::vector<std::string> of_answers = {"--tokens", "--samples", "--beams", "--ignore-eos", "--show-special-tokens"};
     of_answers.insert(of_answers.end(), std::begin(kDrawing), std::end(kDrawing));
     for (const std::string& flag : of_answers)
         check(o.eval.empty() || !line.given(flag), flag, " is for answers, and --eval has none: leave one of them out");
@@ -180,6 +182,7 @@ void check_answers(const GenerateOptions& o, const CommandLine& line) {
     check(std::max(o.samples, o.beams) <= most, o.beams > 0 ? "--beams " : "--samples ", std::max(o.samples, o.beams),
           ": they are computed together, and at most ", most, " can be (--max-sequences, --step-tokens)");
     check(!o.ids || !o.prompt.empty() || !o.prompt_ids.empty(), "--ids is for --prompt and --prompt-ids");
+    check(!o.ids || !o.show_special_tokens, "--ids has all tokens: leave out --show-special-tokens");
 }
 
 constexpr int64_t kMost = 1 << 20;  // what follows from these is counted in 64 bits, and kept in lists on the host
@@ -283,6 +286,7 @@ TextRequest text_request(const GenerateOptions& o, const LoadedModel& model) {
     request.stop = o.stop;
     if (o.beams > 0) request.beams = BeamOptions{.n_beams = o.beams, .length_penalty = o.length_penalty};
     if (!o.ignore_eos) request.stop_tokens = model.stop_tokens;
+    request.skip_special_tokens = !o.show_special_tokens;
     return request;
 }
 

@@ -7,19 +7,23 @@
 //                                           ---- held back where "\nUser:" is a stop string, until the next tokens
 //                                                decide
 #include "inference/inference.h"
+#include "io/json.h"
 
 #include <algorithm>
 #include <cstdio>
 
 struct Requests::Answer {
     // The prompt goes through the decoder, too: some tokenizers drop a space before the first token of a text.
-    Answer(const Tokenizer& its_tokenizer, std::span<const int32_t> prompt)
-        : tokenizer(its_tokenizer), decoder(its_tokenizer) {
-        for (const int32_t token : prompt) push(token);
+    Answer(const Tokenizer& its_tokenizer, const TextRequest& request)
+        : tokenizer(its_tokenizer), decoder(its_tokenizer), skips_special(request.skip_special_tokens) {
+        for (const int32_t token : request.prompt) push(token);
         n_of_prompt = decoder.n_held_back();
     }
     // A vocabulary may be rounded up: a token that the tokenizer does not have adds no text.
-    std::string push(int32_t token) { return tokenizer.has(token) ? own(decoder.push(token)) : ""; }
+    std::string push(int32_t token) {
+        const bool has_text = tokenizer.has(token) && !(skips_special && tokenizer.is_special(token));
+        return has_text ? own(decoder.push(token)) : "";
+    }
     std::string finish() { return own(decoder.finish()); }
     // Without the bytes of a character that the prompt began: they are in the prompt's text.
     std::string own(std::string decoded) {
@@ -29,6 +33,7 @@ struct Requests::Answer {
     }
     const Tokenizer& tokenizer;
     StreamDecoder decoder;
+    bool skips_special;
     size_t n_of_prompt = 0;
     std::string held;             // decoded, and not yet handed out
     std::vector<Sampled> tokens;  // likewise
@@ -41,7 +46,7 @@ struct Requests::Running {
     std::map<uint64_t, Answer> answers;
     int64_t n_left;  // answers that have not ended
     Answer& answer(uint64_t sample, const Tokenizer& tokenizer) {
-        return answers.try_emplace(sample, tokenizer, text.prompt).first->second;
+        return answers.try_emplace(sample, tokenizer, text).first->second;
     }
     void hand_out(Answer& answer, AnswerPiece& piece) {
         piece.tokens.swap(answer.tokens);
@@ -75,6 +80,27 @@ size_t undecided(const std::string& text, const std::vector<std::string>& stop) 
 }  // namespace
 
 void print_text(const std::string& text) { std::fwrite(text.data(), 1, text.size(), stdout); }
+
+std::vector<int32_t> special_stops(const Tokenizer& tokenizer, const TextRequest& request) {
+    std::vector<int32_t> found;
+    if (request.stop.empty() || !request.skip_special_tokens) return found;
+    std::map<std::string, int32_t> special;
+    for (int32_t token = 0; token < tokenizer.vocab_size(); ++token)
+        if (tokenizer.has(token) && tokenizer.is_special(token)) special.emplace(tokenizer.decode({token}), token);
+    special.erase("");
+    for (const std::string& stop : request.stop) {
+        if (const auto whole = special.find(stop); whole != special.end()) {
+            found.push_back(whole->second);
+            continue;
+        }
+        for (const auto& [text, token] : special)
+            check(stop.find(text) == std::string::npos, "the stop text ", JsonText(stop).str(),
+                  " has the special token ", JsonText(text).str(),
+                  " and more, and answers are written without special tokens: give the token alone, or ask for them ",
+                  "(\"skip_special_tokens\": false, --show-special-tokens)");
+    }
+    return found;
+}
 
 Requests::Requests(Engine& engine, const Tokenizer& tokenizer) : engine_(engine), tokenizer_(tokenizer) {
     engine_.token_ready = [this](Request& request, Sequence& sequence, const Sampled& token) {
@@ -119,7 +145,7 @@ Requests::Requests(Engine& engine, const Tokenizer& tokenizer) : engine_(engine)
             piece.finish_reason = "length";
             if (std::find(stops.begin(), stops.end(), tokens.back()) != stops.end())
                 tokens.pop_back(), piece.finish_reason = "stop";
-            Answer answer(tokenizer_, r->text.prompt);
+            Answer answer(tokenizer_, r->text);
             for (const int32_t token : tokens) piece.text += answer.push(token);
             piece.text += answer.finish();
             for (const int32_t token : tokens) piece.tokens.push_back({.token = token, .logprob = 0, .top = {}});
@@ -143,6 +169,8 @@ int64_t Requests::add(TextRequest text) {
     for (const int32_t token : text.prompt)
         check(token >= 0 && token < V, "the prompt has the token ", token, ", but the model knows 0 to ", V - 1);
     for (const std::string& stop : text.stop) check(!stop.empty(), "a stop string is empty");
+    const std::vector<int32_t> special = special_stops(tokenizer_, text);
+    text.stop_tokens.insert(text.stop_tokens.end(), special.begin(), special.end());
     check(text.max_tokens >= (text.scores_prompt ? 0 : 1) && text.n >= 1,
           "an answer has at least one token (none where ",
           "the prompt is scored), and a request at least one answer, not ", text.max_tokens, " and ", text.n);

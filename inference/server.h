@@ -246,12 +246,13 @@ class ApiAnswer {
     struct Choice {
         std::string text, finish_reason;
         std::vector<Sampled> tokens;
-        int64_t offset = 0;  // of the next token that is written
+        size_t n_of_prompt = 0;  // of these tokens
+        int64_t offset = 0;      // of the next token that is written
         bool begun = false;
     };
     JsonText head(const char* object) const;
     JsonText usage() const;
-    JsonText logprobs(const std::vector<Sampled>& tokens, int64_t& offset) const;
+    JsonText logprobs(const std::vector<Sampled>& tokens, size_t n_of_prompt, int64_t& offset) const;
     const ServedModel& served_;
     ApiRequest request_;
     std::string id_;

@@ -80,10 +80,12 @@ std::string quoted(const Tokenizer& tokenizer, int32_t token) {
 
 }  // namespace
 
-JsonText logprobs_json(const Tokenizer& tokenizer, std::span<const Sampled> tokens, int64_t& offset) {
+JsonText logprobs_json(const Tokenizer& tokenizer, std::span<const Sampled> tokens, int64_t& offset,
+                       size_t skips_from) {
     JsonText texts = JsonText::array(), logprobs = JsonText::array(), tops = JsonText::array(),
              offsets = JsonText::array();
-    for (const Sampled& sampled : tokens) {
+    for (size_t i = 0; i < tokens.size(); ++i) {
+        const Sampled& sampled = tokens[i];
         const bool is_scored = !std::isnan(sampled.logprob);
         const std::string text = text_of(tokenizer, sampled.token, !is_scored).value_or("");
         // Several tokens may be written alike, pieces of characters above all, and an object has a key once: that is
@@ -101,7 +103,7 @@ JsonText logprobs_json(const Tokenizer& tokenizer, std::span<const Sampled> toke
         logprobs.push_back(is_scored ? JsonText(sampled.logprob) : nullptr);
         tops.push_back(is_scored ? top : nullptr);
         offsets.push_back(std::max<int64_t>(offset, 0));
-        offset += count_characters(text);
+        if (i < skips_from || !tokenizer.is_special(sampled.token)) offset += count_characters(text);
     }
     return {{"tokens", texts}, {"token_logprobs", logprobs}, {"top_logprobs", tops}, {"text_offset", offsets}};
 }

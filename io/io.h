@@ -168,7 +168,7 @@ class Tokenizer {
     virtual std::vector<int32_t> special_prefix() const { return {}; }
     virtual std::vector<int32_t> special_suffix() const { return {}; }
     std::vector<int32_t> encode_with_special(std::string_view text) const;
-    // Special tokens (<|eot_id|>) steer a model. decode() prints them; whoever shows text to people leaves them out.
+    // Special tokens (<|eot_id|>) steer a model. decode() writes them; the text of an answer leaves them out.
     virtual bool is_special(int32_t /*token*/) const { return false; }
     // The text of a row of tokens; it may end inside a UTF-8 character, as tokens do. Error for an id that is none.
     std::string decode(const std::vector<int32_t>& tokens) const;

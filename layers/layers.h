@@ -341,8 +341,8 @@ void swiglu_backward(Tensor dinp, Tensor dout, Tensor inp, cudaStream_t stream);
 enum class RopePairs { halves, neighbours };
 enum class RopeKind { llama3, yarn, linear, dynamic };
 struct RopeScaling {  // for long contexts, the formulas in rope.cu
-    // Whether frequencies change at all. (Dynamic scaling by a factor of 1 still follows the length.)
-    bool acts() const { return factor != 1.0 || kind == RopeKind::dynamic; }
+    // Whether it changes anything. (Dynamic scaling by a factor of 1 still follows the length.)
+    bool acts() const { return factor != 1.0 || kind == RopeKind::dynamic || attention_factor != 0.0; }
     double factor = 1.0;
     double low_freq_factor = 1.0, high_freq_factor = 4.0;  // llama3
     int64_t original_max_position = 8192;                  // the longest sequence of the training; not read by linear
@@ -351,6 +351,7 @@ struct RopeScaling {  // for long contexts, the formulas in rope.cu
     // most beta_slow are slowed by `factor`, those between partly.
     double beta_fast = 32.0, beta_slow = 1.0;
     double mscale = 0.0, mscale_all_dim = 0.0;
+    double attention_factor = 0.0;  // the table's a; 0: what follows from factor and mscale
 };
 // D/2 frequencies base^(-2i/D), scaled for long contexts. T, the length of the sequences: for dynamic scaling alone.
 std::vector<double> rope_frequencies(int64_t D, double base, const RopeScaling& scaling, int64_t T = 0);

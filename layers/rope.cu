@@ -39,7 +39,8 @@
 // YaRN also multiplies attention's scores by mscale^2, with mscale = 0.1 m ln(factor) + 1: a softmax over more keys is
 // flatter, and larger scores compensate for that. Its authors put mscale into the table's numbers (m = 1). DeepSeek
 // (arXiv:2405.04434) multiplies the softmax's scale by mscale(mscale_all_dim)^2, and leaves mscale(mscale) /
-// mscale(mscale_all_dim) in the table, which is 1 in all of their models.
+// mscale(mscale_all_dim) in the table, which is 1 in all of their models. An attention_factor takes the place of what is
+// in the table.
 #include "layers/chunk.cuh"
 #include "layers/layers.h"
 #include "layers/rope.cuh"
@@ -108,6 +109,7 @@ std::vector<double> rope_frequencies(int64_t D, double base, const RopeScaling& 
 }
 
 double rope_amplitude(const RopeScaling& s) {
+    if (s.attention_factor != 0) return s.attention_factor;
     if (s.factor == 1.0 || s.kind != RopeKind::yarn) return 1.0;
     if (s.mscale == 0 || s.mscale_all_dim == 0) return yarn_mscale(s.factor, 1.0);
     return yarn_mscale(s.factor, s.mscale) / yarn_mscale(s.factor, s.mscale_all_dim);

@@ -134,7 +134,8 @@ Config read_gpt2(const ConfigReader& in) {
 // The names of rope_type, and what each has beside factor. (layers/rope.cu has the formulas.)
 //   linear, dynamic   nothing; dynamic's original length is max_position_embeddings
 //   llama3            original_max_position_embeddings, low_freq_factor, high_freq_factor
-//   yarn              original_max_position_embeddings, beta_fast, beta_slow, mscale, mscale_all_dim
+//   yarn              original_max_position_embeddings, beta_fast, beta_slow, mscale, mscale_all_dim,
+//                     attention_factor
 const std::pair<const char*, RopeKind> kRopeKinds[] = {{"llama3", RopeKind::llama3},
                                                        {"yarn", RopeKind::yarn},
                                                        {"linear", RopeKind::linear},
@@ -169,8 +170,8 @@ RopeScaling read_rope_scaling(const ConfigReader& in, const Json::Value& rope, c
     if (to.kind == RopeKind::llama3)
         must_be_below("low_freq_factor", to.low_freq_factor, "high_freq_factor", to.high_freq_factor);
     if (to.kind != RopeKind::yarn) return to;
-    check(!in.has(rope, "attention_factor") && in.is_true(rope, "truncate"), in.path(),
-          ": YaRN's attention_factor and truncate are not supported, only what follows from factor and mscale");
+    check(in.is_true(rope, "truncate"), in.path(), ": YaRN's truncate is supported only where it is true");
+    to.attention_factor = in.number(rope, "attention_factor", 0.0);
     to.factor = in.number(rope, "factor", static_cast<double>(T_max) / static_cast<double>(to.original_max_position));
     to.beta_fast = in.number(rope, "beta_fast", to.beta_fast);
     to.beta_slow = in.number(rope, "beta_slow", to.beta_slow);
@@ -408,6 +409,7 @@ JsonText rope_scaling_to_json(const RopeScaling& s) {
     out.set("beta_slow", s.beta_slow);
     if (s.mscale != 0) out.set("mscale", s.mscale);
     if (s.mscale_all_dim != 0) out.set("mscale_all_dim", s.mscale_all_dim);
+    if (s.attention_factor != 0) out.set("attention_factor", s.attention_factor);
     return out;
 }
 

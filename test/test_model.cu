@@ -726,9 +726,12 @@ TEST_CASE("configurations of transformers: what is not supported is said", "[mod
     CHECK_THROWS_WITH(load("deepseek", "\"yarn\"", "\"linear\""),
                       ContainsSubstring("mscale_all_dim is supported for rope_type yarn only"));
     CHECK(load("llama_biases", "\"factor\"", "\"mscale_all_dim\": 0.8, \"factor\"").rope_scaling.factor == 4);
+    const Config with_factor = load("deepseek", "\"mscale\"", "\"attention_factor\": 1.5, \"mscale\"");
+    CHECK(rope_amplitude(with_factor.rope_scaling) == 1.5);
+    CHECK_THAT(config_to_json(with_factor), ContainsSubstring("\"attention_factor\": 1.5"));
     for (const char* value : {"false", "null"})  // transformers takes null for false here
         CHECK_THROWS_WITH(load("deepseek", "\"mscale\"", concat("\"truncate\": ", value, ", \"mscale\"")),
-                          ContainsSubstring("attention_factor and truncate are not supported"));
+                          ContainsSubstring("truncate is supported only where it is true"));
     for (const char* value : {"false", "null"})  // and here
         for (const std::string golden : {"gpt2", "qwen2", "deepseek"})
             CHECK_THROWS_WITH(load(golden, "\"use_cache\"", concat("\"is_causal\": ", value, ", \"use_cache\"")),

@@ -418,16 +418,19 @@ TEST_CASE("a message ends where its template says, whatever ends the request nam
     spit(folder / "tokenizer.json", dumped(tokenizer));
     const Server server("--template chatml --stop x --tokenizer " + (folder / "tokenizer.json"));
     // The text and its finish_reason where the model writes this token alone.
-    const auto written = [&](const char* token, const char* field, const json& content) {
+    const auto written = [&](const char* token, const char* field, const json& content, const json& skips = json()) {
         json request = value({{"messages", JsonText::array({{{"role", "user"}, {"content", "a"}}})},
                               {"max_tokens", 3},
                               {"logit_bias", {{token, 100}}}});
-        request[field] = content;
+        request[field] = content, request["skip_special_tokens"] = skips;
         const json choice = chat(server, request).object()["choices"][0];
         return as<std::string>(choice["message"]["content"]) + ", " + as<std::string>(choice["finish_reason"]);
     };
     for (const json& no : {json(), json(false)}) CHECK(written("255", "ignore_eos", no) == ", stop");
-    CHECK(written("255", "ignore_eos", true) == "<|im_end|><|im_end|><|im_end|>, length");
+    CHECK(written("255", "ignore_eos", true) == ", length");  // special tokens are not in the text
+    CHECK(written("255", "ignore_eos", true, false) == "<|im_end|><|im_end|><|im_end|>, length");
+    CHECK(written("253", "ignore_eos", true) == "User:User:User:, length");  // an added token that is not special
+    CHECK(written("255", "stop", "<|im_end|>") == ", stop");
     CHECK(written("255", "stop", value(std::vector{"y"})) == ", stop");
     CHECK(written("120", "stop", json()) == ", stop");  // "x", as the flags say
     for (const json& other : {json("y"), value(std::vector{"y"})})
@@ -435,14 +438,36 @@ TEST_CASE("a message ends where its template says, whatever ends the request nam
     json echo = value({{"prompt", std::vector<int>{'a', 254, 'b'}}, {"logit_bias", {{"254", 100}}}, {"echo", true}});
     echo["max_tokens"] = 1;
     CHECK(complete(server, echo).object()["choices"][0]["text"] == "ab");
+    // Special tokens of a prompt are in its text, those of an answer have no room in it.
+    json scored = value({{"prompt", std::vector<int>{'a', 255, 'b'}}, {"max_tokens", 2}, {"ignore_eos", true}});
+    scored["logit_bias"] = value({{"255", 100}}), scored["echo"] = true, scored["logprobs"] = 0;
+    for (const bool stream : {false, true}) {
+        std::string text;
+        std::vector<int> offsets;
+        scored["stream"] = stream;
+        for (const json& part :
+             stream ? events(complete(server, scored)) : std::vector{complete(server, scored).object()}) {
+            const json& choice = part["choices"][0];
+            text += as<std::string>(choice["text"]);
+            for (const json& offset : choice["logprobs"]["text_offset"]) offsets.push_back(as<int>(offset));
+        }
+        CHECK(text == "a<|im_end|>b");
+        CHECK(offsets == std::vector{0, 1, 11, 12, 12});
+    }
+    json more = value({{"prompt", "a"}, {"stop", "<|im_end|>x"}});  // no text has it
+    const Reply refused = complete(server, more);
+    CHECK((refused.status == 400 && refused.object()["error"]["param"] == "stop"));
+    CHECK_THAT(refused.body, ContainsSubstring("has the special token") && ContainsSubstring("skip_special_tokens"));
+    more["skip_special_tokens"] = false;
+    CHECK(complete(server, more).status == 200);
     // An end of several tokens: a line end and "User:", which are written by turns.
     const std::string with_end = folder / "with-end";  // the same model, which ends at token 0
     std::filesystem::copy(model_folder(), with_end);
     json config = parsed_json(slurp(with_end + "/config.json"));
     config["eos_token_id"] = 0;
     spit(with_end + "/config.json", dumped(config));
-    const Server plain(
-        concat("--ignore-eos --model ", with_end, " --template plain --tokenizer ", folder / "tokenizer.json"));
+    const Server plain(concat("--ignore-eos --show-special-tokens --model ", with_end, " --template plain --tokenizer ",
+                              folder / "tokenizer.json"));
     json request = value({{"messages", JsonText::array({{{"role", "user"}, {"content", "a"}}})},
                           {"max_tokens", 4},
                           {"temperature", 0},
@@ -452,7 +477,12 @@ TEST_CASE("a message ends where its template says, whatever ends the request nam
     const json choice = chat(plain, request).object()["choices"][0];
     CHECK(choice["message"]["content"] == "");
     CHECK(choice["finish_reason"] == "stop");
-    // A request that says whether the model's end counts is asked before the flag.
+    // A request that says whether special tokens are shown, or the model's end counts, is asked before the flag.
+    for (const auto& [skips, text] : {std::pair(json(), "<|im_end|>"), {json(true), ""}}) {
+        json special = value({{"prompt", "a"}, {"max_tokens", 1}, {"logit_bias", {{"255", 100}}}});
+        special["skip_special_tokens"] = skips;
+        CHECK(complete(plain, special).object()["choices"][0]["text"] == text);
+    }
     for (const auto& [ignored, reason] : {std::pair(json(), "length"), {json(true), "length"}, {json(false), "stop"}}) {
         json ends = value({{"prompt", "a"}, {"max_tokens", 2}, {"logit_bias", {{"0", 100}}}});
         ends["ignore_eos"] = ignored;

@@ -266,8 +266,7 @@ std::string compression_file(const Trainer& t) {
     if (t.model.pipeline_ranks) {
         name += concat(" pp ", t.options.pp, " parts ", t.model.pipeline_ranks->key());
         if (t.options.cp > 1) name += concat(" cp ", t.options.cp);  // the ranks of a stage have other numbers then
-        const bool in_rank_order = t.world.algorithm == AllReduce::library && !t.world.transport().has_native();
-        if (t.config.tied && !in_rank_order) name += " tied last";
+        if (t.config.tied && !t.world.adds_in_rank_order()) name += " tied last";
     }
     std::ranges::replace(name, ' ', '-');
     return numbered_file(name, t.world.rank, t.world.size);

@@ -206,8 +206,7 @@ void Pipeline::accumulate(int64_t first_row, cudaStream_t stream) {
 // in two places. A sum in the order of the ranks is the same in both; one in another order may depend on the place, and
 // then the places are added last: otherwise the two would become different weights, of which a checkpoint has one.
 void Pipeline::reduce_gradients(cudaStream_t stream) {
-    const bool in_rank_order = t_.options.data_parallel.zero > 0 || (t_.world.algorithm == AllReduce::library &&
-                                                                     !t_.data_parallel.comm().transport().has_native());
+    const bool in_rank_order = t_.options.data_parallel.zero > 0 || t_.world.adds_in_rank_order();
     if (in_rank_order) add_tied(stream);
     // For data parallelism the step's gradients are those of the last of two micro-batches: complete, last units first.
     t_.data_parallel.begin_backward(t_.model, 1);

@@ -86,16 +86,6 @@ void answer_to(int signal) {
     ::sigaction(signal, &action, nullptr);
 }
 
-std::string quoted(const std::string& word) {
-    const bool plain = !word.empty() && word.find_first_not_of(
-                                            "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-                                            "0123456789_-./=:,@%+") == std::string::npos;
-    if (plain) return word;
-    std::string out = "'";
-    for (const char c : word) out += c == '\'' ? std::string("'\\''") : std::string(1, c);
-    return out + "'";
-}
-
 // The words of the command that started this process's parent: mpirun with its own flags, then the program.
 std::vector<std::string> command_of_parent() {
     std::ifstream file(concat("/proc/", ::getppid(), "/cmdline"));
@@ -106,17 +96,27 @@ std::vector<std::string> command_of_parent() {
 
 // "mpirun --oversubscribe -np 4 ./train_gpt", as it was typed where the system tells.
 std::string start_of_command(const std::string& program) {
-    if (!started_by_mpirun()) return quoted(program);
+    if (!started_by_mpirun()) return shell_word(program);
     std::string text;
     for (const std::string& word : command_of_parent()) {
-        text += quoted(word);
+        text += shell_word(word);
         if (word == program) return text;
         text += " ";
     }
-    return concat("mpirun -np ", rank_count({}), " ", quoted(program));
+    return concat("mpirun -np ", rank_count({}), " ", shell_word(program));
 }
 
 }  // namespace
+
+std::string shell_word(const std::string& word) {
+    const bool plain = !word.empty() && word.find_first_not_of(
+                                            "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+                                            "0123456789_-./=:,@%+") == std::string::npos;
+    if (plain) return word;
+    std::string out = "'";
+    for (const char c : word) out += c == '\'' ? std::string("'\\''") : std::string(1, c);
+    return out + "'";
+}
 
 void answer_signals() {
     answers = is_first_process();
@@ -143,7 +143,7 @@ void note_saved(const TrainOptions& o, int64_t step, bool last) {
 }
 
 std::string resume_command(const TrainOptions& o) {
-    std::string text = concat(start_of_command(o.program), " --out ", quoted(o.out), " --resume");
-    for (const std::string& word : o.repeated) text += " " + quoted(word);
+    std::string text = concat(start_of_command(o.program), " --out ", shell_word(o.out), " --resume");
+    for (const std::string& word : o.repeated) text += " " + shell_word(word);
     return text;
 }

@@ -219,6 +219,8 @@ void Comm::all_reduce(Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream) 
     });
 }
 
+bool Comm::adds_in_rank_order() const { return algorithm == AllReduce::library && !transport_->has_native(); }
+
 void rank_order_all_reduce(Comm& comm, Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream) {
     const Range mine = piece_of(inp.n(), comm.size, comm.rank);
     const Group group = all_ranks(comm);

@@ -87,6 +87,8 @@ class Comm {
     // out = sum or max over ranks of inp.
     void all_reduce(Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream);
     void all_reduce(Tensor tensor, cudaStream_t stream) { all_reduce(tensor, tensor, ReduceOp::sum, stream); }
+    // Does all_reduce add in the order of the ranks? Then an element's sum does not depend on its place in the tensor.
+    bool adds_in_rank_order() const;
     // inp: size equal pieces; out = piece `rank` of the reduction. In place: out is that piece of inp
     // (whose others are lost).
     void reduce_scatter(Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream);
