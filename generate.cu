@@ -219,10 +219,20 @@ void print_plan(LoadedModel& model) {
 void check_answers(const LoadedModel& model, const GenerateOptions& o) {
     check_sampling(o.sampling, model.config.V);
     const TextRequest request = text_request(o, model);
+    special_stops(*model.tokenizer, request);
     if (!request.beams) return;
     BeamOptions beams = *request.beams;
     beams.stop_tokens = request.stop_tokens;
     BeamSearch{beams};  // Error where there are too many
+}
+
+// Error where it leaves no room for a message and its answer.
+void check_system_message(const LoadedModel& model, const GenerateOptions& o, const ChatTemplate& chat) {
+    if (o.system.empty()) return;
+    const auto n = std::ssize(chat_request(o, model, chat, {{"system", o.system}, {"user", "a"}}).prompt);
+    const int64_t most = model.engine->options().scheduler.max_length;
+    check(n < most, "--system: with a message of one letter it has ", n, " tokens, and the model has room for ", most,
+          ", with the answer: give a shorter one");
 }
 
 // For a plan, which has no prompt: Error where the cache has too few pages for the answers to any.
@@ -239,7 +249,7 @@ void check_pages(LoadedModel& model, const GenerateOptions& o) {
 std::function<int()> prepare(LoadedModel& model, const GenerateOptions& o) {
     check_answers(model, o);
     if (o.chat) {
-        find_chat_template(o.chat_template, model.folder);
+        check_system_message(model, o, find_chat_template(o.chat_template, model.folder));
         return [&] { return run_chat(model, o), 0; };
     }
     if (o.serve) return [run = open_server(model, o)] { return run(), 0; };

@@ -279,6 +279,13 @@ TEST_CASE("what cannot be used is told before the weights are read, and a file s
     refused("--serve --host nobody.invalid", "--host nobody.invalid: no such address");
     refused("--chat --temperature -1", "temperature is -1");
     refused("--chat --template vicuna", "--template vicuna: use ");
+    refused("--chat --system " + std::string(300, 'x'), "tokens, and the model has room for 256, with the answer");
+    json tokenizer = parsed_json(byte_tokenizer_json());
+    tokenizer["model"]["vocab"].removeMember("\u00ff");
+    tokenizer["added_tokens"].append(value({{"id", 255}, {"content", "</s>"}, {"special", true}}));
+    spit(folder / "tokenizer.json", dumped(tokenizer));
+    for (const char* what : {"--prompt a", "--plan", "--chat", "--serve --port 0"})
+        refused(concat(what, " --stop '</s>.' --tokenizer ", folder / "tokenizer.json"), "has the special token");
     refused(batch + out, "model.safetensors");
     CHECK_FALSE(std::filesystem::exists(out));
     std::filesystem::create_symlink("answers", out);
@@ -521,6 +528,7 @@ TEST_CASE("generate refuses in one line what cannot be", "[generate][program]") 
         {"--prompt a --page-size 1000000000", "--page-size can be at most 1048576"},
         {"--chat --samples 2", "a conversation has one answer to a message"},
         {"--serve --beams 2", "--beams is for --prompt, --prompt-ids and --batch"},
+        {"--prompt a --ids --show-special-tokens", "--ids has all tokens: leave out --show-special-tokens"},
         {"--chat --ids", "--ids is for --prompt and --prompt-ids"},
         {"--prompt a --samples 65", "--samples 65: they are computed together, and at most 64 can be"},
         {"--prompt a --beams 40", "use fewer beams"},
