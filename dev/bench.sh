@@ -43,7 +43,8 @@ tsv=$out/results.tsv
 log=$out/bench.log
 : > "$tsv" > "$log"
 work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
+# A program that timeout has started is in a process group of timeout's own, which Ctrl-C does not reach.
+trap 'for job in $(jobs -p); do kill -- "-$job" 2> /dev/null; done; rm -rf "$work"' EXIT
 tab=$'\t'
 
 say() { echo "$*" | tee -a "$log" >&2; }
@@ -59,7 +60,11 @@ time_is_up() {
 # ask COMMAND...: its standard output; its errors go to the log. If it fails, that is printed, and the script continues.
 ask() {
     echo "==== $*" >> "$log"
-    timeout --kill-after=2 "$(limit)" "$@" 2>> "$log" || say "bench: exit status $? of: $* (see bench.log)"
+    (
+        timeout --kill-after=2 "$(limit)" "$@" 2>> "$log" &
+        trap "kill -- -$! 2> /dev/null" EXIT
+        wait $!
+    ) || say "bench: exit status $? of: $* (see bench.log)"
 }
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
