@@ -42,7 +42,7 @@ run() {
         124) echo "STOPPED after $((SECONDS - started)) s: it hangs, or needs a longer TEST_TIMEOUT (in seconds)" ;;
         *) echo "FAILED, $((SECONDS - started)) s, exit status $status; the end of $runs/$name.out:" ;;
     esac
-    grep -vE '^[0-9.]+ s: ' "$runs/$name.out" | tail -n "${TEST_TAIL:-100}"
+    grep -avE '^[0-9.]+ s: ' "$runs/$name.out" | tail -n "${TEST_TAIL:-100}"
     # The log tells which test failed or crashed. If it does not, the run itself counts as one.
     if ! grep -qs "^failed" "$runs/$name.log" && ! tail -n 1 "$runs/$name.log" 2>/dev/null | grep -q '^start'; then
         printf 'failed\t%s\n' "the run $name" >> "$runs/$name.log"
