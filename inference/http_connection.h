@@ -28,6 +28,7 @@
 #include <thread>
 #include <utility>
 
+constexpr size_t kMaxFirstLine = 32000;       // newer versions of the library read no line of more than 32768
 constexpr size_t kMaxHeaderBytes = 64 << 10;  // of one of them at most CPPHTTPLIB_HEADER_MAX_LENGTH
 constexpr size_t kMaxChunkLine = 1000;
 constexpr int kMaxConnections = 500;   // more wait in the system's queue; often a process may have 1024 files
@@ -86,7 +87,9 @@ class Connection final : public httplib::Stream {
     void get_local_ip_and_port(std::string& ip, int& port) const { address(::getsockname, ip, port); }
 
     ssize_t read(char* to, size_t n) override {
-        if (in_headers_ && (header_bytes_ >= kMaxHeaderBytes || line_bytes_ >= CPPHTTPLIB_HEADER_MAX_LENGTH))
+        if (in_headers_ && !has_first_line_ && line_bytes_ >= kMaxFirstLine) return failure_ = 414, -1;
+        if (in_headers_ && has_first_line_ &&
+            (header_bytes_ >= kMaxHeaderBytes || line_bytes_ >= CPPHTTPLIB_HEADER_MAX_LENGTH))
             return failure_ = 431, -1;
         if (first_ == last_) {
             if (!wait_for_rest()) return failure_ = 408, -1;
@@ -143,7 +146,7 @@ class Connection final : public httplib::Stream {
     bool fits_headers(char c) {
         const bool begins_line = before_ == '\n';
         has_first_line_ |= c == '\n';
-        line_bytes_ = c == '\n' ? 0 : line_bytes_ + has_first_line_;
+        line_bytes_ = c == '\n' ? 0 : line_bytes_ + 1;
         return fits_line(c) && !(begins_line && (c == ' ' || c == '\t'));
     }
     // The library reads a length as strtoul() does, "0x5", "-5" or "5 or so", takes a chunk that is longer than its
@@ -167,7 +170,7 @@ class Connection final : public httplib::Stream {
     const std::atomic<bool>& ending_;
     char buffer_[16 << 10];
     size_t first_ = 0, last_ = 0;               // what of the buffer is not yet handed on
-    size_t header_bytes_ = 0, line_bytes_ = 0;  // of all headers, and of the last, which is not the first line
+    size_t header_bytes_ = 0, line_bytes_ = 0;  // of all headers, and of the last line
     bool in_headers_ = false, has_first_line_ = false, has_written_ = false, write_failed_ = false, ends_ = false;
     char before_ = '\0';  // the last byte of a line
     // Of a body in chunks: the bytes of a chunk that are still to come, or else what has come of the line with the

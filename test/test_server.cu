@@ -683,7 +683,9 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     for (const size_t n : {8188, 100000})
         refused(ask(server, "GET /health HTTP/1.1\r\nX: " + std::string(n, 'x') + "\r\n\r\n"), 431, "headers");
     CHECK(ask(server, "GET /health HTTP/1.1\r\nX: " + std::string(8187, 'x') + "\r\n\r\n").status == 200);
-    refused(ask(server, std::string(100000, 'x')), 431, "headers");  // no end of the first line
+    for (const size_t n : {9000, 33000, 100000})
+        refused(ask(server, "GET /" + std::string(n, 'x') + " HTTP/1.1\r\n\r\n"), 414, "path");
+    refused(ask(server, std::string(100000, 'x')), 414, "path");  // no end of the first line
     refused(ask(server, "hello\r\n\r\n"), 400, "not an HTTP request");
     // Each request of a connection has limits of its own, and is told of its mistake.
     std::string wide = "GET /health HTTP/1.1\r\n";
@@ -694,7 +696,7 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     const size_t ok = replies.find("{\"status\": \"ok\"}");
     REQUIRE(ok != std::string::npos);
     CHECK(replies.find("{\"status\": \"ok\"}", ok + 1) != std::string::npos);
-    CHECK(replies.find("HTTP/1.1 431 ") != std::string::npos);
+    CHECK(replies.find("HTTP/1.1 414 ") != std::string::npos);
     // The answer would take longer than --request-timeout.
     refused(post(R"({"prompt": "a", "max_tokens": 3900, "ignore_eos": true})"), 504, "not complete after 0.2 seconds");
 
@@ -709,7 +711,7 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     Client waiting(server, "GET /health HTTP/1.1\r\n\r\n");
     CHECK(waiting.read_until("ok").find("Keep-Alive: timeout=1\r\n") != std::string::npos);
     const std::string metrics = ask(server, http("GET", "/metrics", "", key)).body;
-    for (const char* const failures : {"{status=\"431\"} 4\n", "{status=\"408\"} 2\n"})
+    for (const char* const failures : {"{status=\"431\"} 2\n", "{status=\"414\"} 5\n", "{status=\"408\"} 2\n"})
         CHECK(metrics.find(failures) != std::string::npos);
 }
 
