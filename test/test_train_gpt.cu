@@ -335,7 +335,7 @@ TEST_CASE("wrong variables of the environment are one clear line", "[program][tr
             CHECK(one_line_with(outcome.err.substr(0, outcome.err.size() - 1), words));
         }
 #ifdef CUDA_ON_CPU
-    CHECK(one_line_with(run_program("train_gpt", "--plan", "ulimit -s 100;").err.substr(0, 60), "a stack of 100 KiB"));
+    CHECK(one_line_with(run_program("train_gpt", "--plan", "ulimit -s 400;").err.substr(0, 60), "a stack of 400 KiB"));
 #endif
     // A rank alone, which nobody counted, is no mpirun.
     CHECK_THAT(run_program("train_gpt", "--plan", "OMPI_COMM_WORLD_RANK=1").out, ContainsSubstring("--recompute"));

@@ -91,6 +91,7 @@ std::vector<std::string> command_of_parent() {
     std::ifstream file(concat("/proc/", ::getppid(), "/cmdline"));
     std::vector<std::string> words;
     for (std::string word; std::getline(file, word, '\0');) words.push_back(word);
+    if (!words.empty() && words[0] == "prterun") words[0] = "mpirun";  // as which Open MPI 5's goes on
     return words;
 }
 
