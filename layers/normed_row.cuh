@@ -40,9 +40,12 @@ __device__ __forceinline__ void for_packs(int C, F&& f) {
 #pragma unroll 1
     for (int c = static_cast<int>(threadIdx.x) * 8; c < C; c += static_cast<int>(blockDim.x) * 8) f(c);
 }
-// The sum of f(x) over the row, to all threads. `scratch`: 32 floats for each use.
+// sum = add(sum, x - mean) for the x of each thread, and the sum over all threads, to all of them. What is 0 beyond the
+// row is the distance, as in layernorm.cu, and not its square: nvcc rounds a square together with its addition only if
+// nothing is between the two. `scratch`: 32 floats for each use.
 template <class T, class F>
-__device__ __forceinline__ float normed_row_sum(const T* row, const NormedRow<T>& norm, float* scratch, F&& f) {
+__device__ __forceinline__ float normed_row_sum(const T* row, const NormedRow<T>& norm, float mean, float* scratch,
+                                                F&& add) {
     constexpr int n = kChunk<T>;
     const int thread = static_cast<int>(threadIdx.x), C = thread < norm.threads ? norm.C : 0;
     float sums[n] = {};
@@ -50,7 +53,7 @@ __device__ __forceinline__ float normed_row_sum(const T* row, const NormedRow<T>
     for (int c = thread * n; c < C; c += norm.threads * n) {
         float x[n];
         load_chunk(x, row + c, n_left<n>(C - c));
-        for (int i = 0; i < n; ++i) sums[i] += c + i < C ? f(x[i]) : 0.0f;
+        for (int i = 0; i < n; ++i) sums[i] = add(sums[i], c + i < C ? x[i] - mean : 0.0f);
     }
     const float sum = warp_sum(fold_chunk<Sum>(sums), min(norm.threads, kWarp));
     if (thread < norm.threads && thread % kWarp == 0) scratch[thread / kWarp] = sum;
@@ -90,8 +93,9 @@ __device__ __forceinline__ void normalise_row(T* shared, const NormedRow<T>& nor
     __syncthreads();  // x is there
     const float columns = static_cast<float>(C);
     float mean = 0.0f;
-    if (norm.bias) mean = normed_row_sum(row, norm, scratch[0], [](float x) { return x; }) / columns;
-    const float square = normed_row_sum(row, norm, scratch[1], [&](float x) { return (x - mean) * (x - mean); });
+    if (norm.bias)
+        mean = normed_row_sum(row, norm, 0.0f, scratch[0], [](float sum, float x) { return sum + x; }) / columns;
+    const float square = normed_row_sum(row, norm, mean, scratch[1], [](float sum, float d) { return sum + d * d; });
     const float rstd = 1.0f / sqrtf(square / columns + norm.eps);
     cp_async_wait<0>();  // for what this thread has asked for, which it alone reads
     for_packs(C, [&](int c) {
