@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""dev/spills.py FOLDER...: fails where a kernel of the product spills registers, or where its wgmma are serialised.
+"""dev/spills.py FOLDER...: fails where a kernel of the product spills registers, where it has arrays in memory that are
+not in registers, or where its wgmma are serialised.
 
 Reads what ptxas reported of each file when it was compiled (X.ptxas beside X.o, and FOLDER/sm_80/X.ptxas: `make
-DEVICE=cuda spills`). A register that is spilled goes through memory each time it is used; of wgmma that are serialised
-each one waits for the one before. Both compile without an error, and take a good part of a kernel's speed.
+DEVICE=cuda spills`). A register that is spilled goes through memory each time it is used, and so does an array whose
+loop is not unrolled; of wgmma that are serialised each one waits for the one before. All compile without an error, and
+take a good part of a kernel's speed.
 """
 import pathlib
 import re
@@ -11,7 +13,7 @@ import subprocess
 import sys
 
 KERNEL = re.compile(r"Compiling entry function '(\S+)' for '(\w+)'")
-SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 SERIALISED = re.compile(r"\(C75\d\d\).*")
 
 
@@ -30,8 +32,10 @@ def check(report, folder):
             kernel = found.groups()
             kernels[kernel[1]] = kernels.get(kernel[1], 0) + 1
         wrong = None
-        if (found := SPILLS.search(line)) and found.groups() != ("0", "0"):
-            wrong = f"{found[1]} bytes of registers are spilled, and {found[2]} loaded again"
+        if (found := SPILLS.search(line)) and found.groups() != ("0", "0", "0"):
+            wrong = f"{found[2]} bytes of registers are spilled, and {found[3]} loaded again"
+            if found[2] == found[3] == "0":
+                wrong = f"{found[1]} bytes of arrays are in memory: is a loop over them not unrolled?"
         elif found := SERIALISED.search(line):
             wrong = found[0]
         if wrong:

@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kUploadThreads) upload_kernel(Tables tables) {
     let_next_start();
     int64_t i = global_thread();
     const bool is_first = i < tables.first.n;
-    const Upload& table = is_first ? tables.first : tables.second;
+    const Upload table = is_first ? tables.first : tables.second;  // a reference would have both copied to memory
     if (!is_first) i -= tables.first.n;
     const int32_t number = i < table.n ? table.from[i] : 0;
     wait_for_previous();

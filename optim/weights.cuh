@@ -68,15 +68,16 @@ struct WeightFormat {
         return part_of(draw_of(seed, key, t, e / kTileN * kDrawStride + e % kDrawStride),
                        static_cast<int>(e % kTileN / kDrawStride));
     }
-    // Of n neighbours, from element e of this rank's part of its parameter on. (Where nothing is cut, the loop has no
-    // division, and is SIMD on the CPU device.)
+    // Of n neighbours, from element e of this rank's part of its parameter on. (On the CPU device the loop is SIMD
+    // where nothing is cut, because it has no division. With both loops nvcc unrolled adam8bit's loop over the elements
+    // of a thread no longer, and kept their states in memory.)
     template <int n>
     __device__ __forceinline__ void random_bits(uint32_t (&bits)[n], uint64_t key, int64_t e,
                                                 const PlaceInWhole& place) const {
-        if (place.is_cut()) {
-            for (int k = 0; k < n; ++k) bits[k] = random_bits(key, place.of(e + k));
-        } else {
+        if (kOnCpu && !place.is_cut()) {
             for (int k = 0; k < n; ++k) bits[k] = random_bits(key, place.first + e + k);
+        } else {
+            for (int k = 0; k < n; ++k) bits[k] = random_bits(key, place.of(e + k));
         }
     }
     __device__ __forceinline__ V rounded(float w, uint32_t random_bits) const {

@@ -139,24 +139,26 @@ TEST_CASE("long functions: found in code, not in comments, strings or classes", 
                                 ":133: S::S has 61 lines; at most 60\n"));
 }
 
-TEST_CASE("spills.py names kernels that spill registers and wgmma that are serialised", "[sources]") {
+TEST_CASE("spills.py names kernels that spill registers or have arrays in memory, and wgmma that are serialised",
+          "[sources]") {
     if (!python_is_here()) SKIP_TEST("needs python3");
     const TempFolder folder;
     run_shell(concat("mkdir -p ", folder / "layers", " ", folder / "dev"));
-    const auto report = [](const char* kernel, int spilled) {
-        return concat("ptxas info    : Compiling entry function '", kernel, "' for 'sm_80'\n    8 bytes stack frame, ",
-                      spilled, " bytes spill stores, ", spilled / 2, " bytes spill loads\n");
+    const auto report = [](const char* kernel, int frame, int spilled) {
+        return concat("ptxas info    : Compiling entry function '", kernel, "' for 'sm_80'\n    ", frame,
+                      " bytes stack frame, ", spilled, " bytes spill stores, ", spilled / 2, " bytes spill loads\n");
     };
-    std::ofstream(folder / "layers/a.ptxas") << report("_Z3onev", 0);
-    std::ofstream(folder / "dev/slow.ptxas") << report("_Z4slowv", 64);  // ladders show slow kernels, too
+    std::ofstream(folder / "layers/a.ptxas") << report("_Z3onev", 0, 0);
+    std::ofstream(folder / "dev/slow.ptxas") << report("_Z4slowv", 64, 64);  // ladders show slow kernels, too
     const std::string spills = concat("dev/spills.py ", folder.path);
     CHECK(python(spills).out == "spills: 1 kernels on sm_80: none spills\n");
-    std::ofstream(folder / "layers/b.ptxas")
-        << report("_Z3twov", 16) << "ptxas info    : (C7510) Potential Performance Loss: wgmma\n";
+    std::ofstream(folder / "layers/b.ptxas") << report("_Z3twov", 16, 16) << report("_Z5threev", 64, 0)
+                                             << "ptxas info    : (C7510) Potential Performance Loss: wgmma\n";
     const Outcome outcome = python(spills);
     CHECK(outcome.status == 1);
     CHECK(outcome.out ==
           "layers/b.cu: two on sm_80: 16 bytes of registers are spilled, and 8 loaded again\n"
-          "layers/b.cu: two on sm_80: (C7510) Potential Performance Loss: wgmma\n"
-          "spills: 2 kernels on sm_80, 2 faults\n");
+          "layers/b.cu: three on sm_80: 64 bytes of arrays are in memory: is a loop over them not unrolled?\n"
+          "layers/b.cu: three on sm_80: (C7510) Potential Performance Loss: wgmma\n"
+          "spills: 3 kernels on sm_80, 3 faults\n");
 }
