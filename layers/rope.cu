@@ -39,8 +39,8 @@
 // YaRN also multiplies attention's scores by mscale^2, with mscale = 0.1 m ln(factor) + 1: a softmax over more keys is
 // flatter, and larger scores compensate for that. Its authors put mscale into the table's numbers (m = 1). DeepSeek
 // (arXiv:2405.04434) multiplies the softmax's scale by mscale(mscale_all_dim)^2, and leaves mscale(mscale) /
-// mscale(mscale_all_dim) in the table, which is 1 in all of their models. An attention_factor takes the place of what is
-// in the table.
+// mscale(mscale_all_dim) in the table, which is 1 in all of their models. An attention_factor takes the place of what
+// is in the table.
 #include "layers/chunk.cuh"
 #include "layers/layers.h"
 #include "layers/rope.cuh"

@@ -257,8 +257,8 @@ TEST_CASE("few rows on tensor cores: a norm in front of a product", "[few_rows][
         }
     norm_row_columns = before;
 }
-// The shift takes all of LayerNorm's result but the rounding to 16 bits off again: there the last bit of rstd is seen. On
-// a GPU a square is rounded with its addition, or before it: if not alike in both kernels, seeds 21 and 58 differ.
+// The shift takes all of LayerNorm's result but the rounding to 16 bits off again: there the last bit of rstd is seen.
+// On a GPU a square is rounded with its addition, or before it: if not alike in both kernels, seeds 21 and 58 differ.
 TEST_CASE("few rows on tensor cores: a norm in front of a product is rounded as by itself", "[few_rows]") {
     const int64_t before = std::exchange(norm_row_columns, 16), C = 1000, O = 16;
     const DType dtype = DType::f16;
