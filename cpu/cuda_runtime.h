@@ -688,8 +688,10 @@ static inline unsigned __float_as_uint(float x) { unsigned bits; std::memcpy(&bi
 static inline float __int_as_float(int bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 static inline float __uint_as_float(unsigned bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 // clang-format on
+#if !defined(__GLIBC__) || __GLIBC__ * 1000 + __GLIBC_MINOR__ < 2042  // later ones have these, as C23 does
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 static inline double rsqrt(double x) { return 1.0 / sqrt(x); }
+#endif
 static inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }  // NaN gives 0
 static inline float __frcp_rn(float x) { return 1.0f / x; }
 static inline float __fdividef(float a, float b) { return a / b; }

@@ -651,10 +651,10 @@ TEST_CASE("a process that fails, hangs or is killed takes the job down, named", 
         const TempFolder folder;
         const std::string out = folder / "pids";
         CHECK(seconds([&] {
-                  run = mpirun(
-                      3, concat("work > ", out),
-                      concat("( while [ \"$(grep -c pid ", out, " 2> /dev/null)\" != 3 ]; do sleep 0.05; done; sleep ",
-                             moment, "; kill -9 $(sed -n 's/^rank 2 pid //p' ", out, ") ) & "));
+                  run = mpirun(3, concat("work > ", out),
+                               concat("( for i in $(seq 400); do [ \"$(grep -c pid ", out,
+                                      " 2> /dev/null)\" = 3 ] && break; sleep 0.05; done; sleep ", moment,
+                                      "; kill -9 $(sed -n 's/^rank 2 pid //p' ", out, ") ) & "));
               }) < 30);
         CAPTURE(run.err);
         CHECK(run.status != 0);

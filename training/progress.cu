@@ -222,5 +222,5 @@ void print_end(Trainer& t, int64_t step, size_t bytes_taken, double seconds) {
         std::printf("         %s on the host (%zu bytes)\n",
                     human_bytes(static_cast<double>(t.memory.host_bytes())).c_str(), t.memory.host_bytes());
     std::printf("done in %s: %s/loss.png, log.csv, checkpoints, and TensorBoard events (tensorboard --logdir %s)\n",
-                human_seconds(seconds).c_str(), o.out.c_str(), shell_word(o.out).c_str());
+                human_seconds(seconds).c_str(), o.out.c_str(), shell_quoted(o.out).c_str());
 }

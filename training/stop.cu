@@ -97,19 +97,19 @@ std::vector<std::string> command_of_parent() {
 
 // "mpirun --oversubscribe -np 4 ./train_gpt", as it was typed where the system tells.
 std::string start_of_command(const std::string& program) {
-    if (!started_by_mpirun()) return shell_word(program);
+    if (!started_by_mpirun()) return shell_quoted(program);
     std::string text;
     for (const std::string& word : command_of_parent()) {
-        text += shell_word(word);
+        text += shell_quoted(word);
         if (word == program) return text;
         text += " ";
     }
-    return concat("mpirun -np ", rank_count({}), " ", shell_word(program));
+    return concat("mpirun -np ", rank_count({}), " ", shell_quoted(program));
 }
 
 }  // namespace
 
-std::string shell_word(const std::string& word) {
+std::string shell_quoted(const std::string& word) {
     const bool plain = !word.empty() && word.find_first_not_of(
                                             "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
                                             "0123456789_-./=:,@%+") == std::string::npos;
@@ -144,7 +144,7 @@ void note_saved(const TrainOptions& o, int64_t step, bool last) {
 }
 
 std::string resume_command(const TrainOptions& o) {
-    std::string text = concat(start_of_command(o.program), " --out ", shell_word(o.out), " --resume");
-    for (const std::string& word : o.repeated) text += " " + shell_word(word);
+    std::string text = concat(start_of_command(o.program), " --out ", shell_quoted(o.out), " --resume");
+    for (const std::string& word : o.repeated) text += " " + shell_quoted(word);
     return text;
 }

@@ -505,7 +505,7 @@ bool stop_requested();
 bool take_stop_request(const TrainOptions& options, int64_t step);
 void note_saved(const TrainOptions& options, int64_t step, bool last);  // for the answers; 0: nothing is saved
 std::string resume_command(const TrainOptions& options);
-std::string shell_word(const std::string& word);  // as a shell takes it: in quotes where it needs them
+std::string shell_quoted(const std::string& word);  // as a shell takes it: in quotes where it needs them
 
 // ---------------------------------------------------------------------------------------------------------------------
 // setup.cu: what is settled before memory is taken
