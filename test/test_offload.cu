@@ -207,9 +207,8 @@ TEST_CASE("the host's update is the device's", "[offload]") {
                     side.norm = side.arena.take("norm", DType::f32, {2});
                     OptimizerOptions options = default_optimizer_options(name);
                     options.weight_decay = 0.1f;
-                    side.optimizer = s == 0
-                                         ? make_optimizer(name, side.arena, params, n, options)
-                                         : make_host_optimizer(name, side.arena, {{.params = params, .n = n}}, options);
+                    if (s == 0) side.optimizer = make_optimizer(name, side.arena, params, n, options);
+                    else side.optimizer = make_host_optimizer(name, side.arena, {{.params = params, .n = n}}, options);
                     if (pass == 0) side.arena.reserve();
                 }
                 side.optimizer->init(device().stream);
