@@ -143,14 +143,19 @@ __global__ void __launch_bounds__(kNormThreads<kColumns>, kNormBlocks<kColumns>)
     store_row(dinp + row * C, dy, C);
 }
 
-// What all four are given: rows of one type, and a vector of weights.
+// What all four are given: rows of one type; and what all but the first are given: a vector of weights, and for each
+// row its rstd and, with LayerNorm, its mean.
 struct Rows {
     int64_t N, C;
     NormGeometry geometry;
-    Rows(const char* name, Tensor x, Tensor weight, Tensor rstd)
+    Rows(const char* name, const char* argument, Tensor x)
         : N(x.rows()), C(x.cols()), geometry(norm_geometry(name, x.rows(), x.cols(), x.cols())) {
-        if (weight) expect(name, "weight", weight, x.dtype, {C});
-        if (rstd) expect(name, "rstd", rstd, DType::f32, {N});
+        expect(name, argument, x, x.dtype, {N, C});
+    }
+    Rows(const char* name, Tensor x, Tensor weight, Tensor mean, Tensor rstd) : Rows(name, "x", x) {
+        expect(name, "weight", weight, x.dtype, {C});
+        if (mean.exists()) expect(name, "mean", mean, DType::f32, {N});
+        expect(name, "rstd", rstd, DType::f32, {N});
     }
     template <class F>
     void launch(const char* kernel, const LaunchCost& cost, DType dtype, F&& f) const {
@@ -170,7 +175,7 @@ T* optional_ptr(const Tensor& tensor) {
 
 void divided_norm_parts(Tensor parts, Tensor sum, Tensor inp, Tensor branch, bool centred, cudaStream_t stream) {
     const char* name = "divided_norm_parts";
-    const Rows rows(name, inp, {}, {});
+    const Rows rows(name, "inp", inp);
     expect(name, "parts", parts, DType::f32, {rows.N, 2});
     if (branch) {
         expect(name, "branch", branch, inp.dtype, {rows.N, rows.C});
@@ -192,12 +197,12 @@ void divided_norm_parts(Tensor parts, Tensor sum, Tensor inp, Tensor branch, boo
 void divided_norm_finish(Tensor out, Tensor mean, Tensor rstd, Tensor x, Tensor parts, Tensor weight, Tensor bias,
                          float eps, cudaStream_t stream) {
     const char* name = "divided_norm_finish";
-    const Rows rows(name, x, weight, rstd);
+    const Rows rows(name, x, weight, mean, rstd);
     const int64_t n_ranks = parts.shape[0];
     expect(name, "out", out, x.dtype, {rows.N, rows.C});
     expect(name, "parts", parts, DType::f32, {n_ranks, rows.N, 2});
-    if (mean) expect(name, "mean", mean, DType::f32, {rows.N});
     if (bias) expect(name, "bias", bias, x.dtype, {rows.C});
+    check(mean.exists() == bias.exists(), name, ": mean and bias are LayerNorm's: give both or none");
     expect_aligned(name, {{"out", out}, {"x", x}, {"weight", weight}, {"bias", bias}});
     const LaunchCost cost = {.reads = bytes_of(x, parts, weight, bias),
                              .writes = bytes_of(out, mean, rstd),
@@ -214,7 +219,7 @@ void divided_norm_finish(Tensor out, Tensor mean, Tensor rstd, Tensor x, Tensor 
 void divided_norm_backward_parts(Tensor parts, Tensor dweight, Tensor dbias, Tensor dout, Tensor x, Tensor weight,
                                  Tensor mean, Tensor rstd, bool accumulate, Tensor scratch, cudaStream_t stream) {
     const char* name = "divided_norm_backward_parts";
-    const Rows rows(name, x, weight, rstd);
+    const Rows rows(name, x, weight, mean, rstd);
     const int64_t N = rows.N, C = rows.C, blocks = rows.geometry.n_blocks_backward;
     expect(name, "dout", dout, x.dtype, {N, C});
     expect(name, "parts", parts, DType::f32, {N, 2});
@@ -243,7 +248,7 @@ void divided_norm_backward_parts(Tensor parts, Tensor dweight, Tensor dbias, Ten
 void divided_norm_backward_finish(Tensor dinp, Tensor dout, Tensor dsum, Tensor x, Tensor weight, Tensor mean,
                                   Tensor rstd, Tensor parts, int64_t columns, cudaStream_t stream) {
     const char* name = "divided_norm_backward_finish";
-    const Rows rows(name, x, weight, rstd);
+    const Rows rows(name, x, weight, mean, rstd);
     expect(name, "dinp", dinp, x.dtype, {rows.N, rows.C});
     expect(name, "dout", dout, x.dtype, {rows.N, rows.C});
     if (dsum) expect(name, "dsum", dsum, x.dtype, {rows.N, rows.C});

@@ -169,6 +169,27 @@ TEST_CASE("gradients of a divided norm's parameters must be aligned", "[divided_
     CHECK_THROWS_WITH(backward(g, off), ContainsSubstring("divided_norm_backward_parts: dbias starts at"));
 }
 
+TEST_CASE("a divided norm says what it is not given", "[divided_norm][errors]") {
+    const auto s = device().stream;
+    Buffer x(DType::f32, {4, 8}), g(DType::f32, {8}), r(DType::f32, {4}), parts(DType::f32, {4, 2}),
+        all_parts(DType::f32, {1, 4, 2}), scratch(DType::f32, {16});
+    CHECK_THROWS_WITH(divided_norm_parts(parts, {}, make_tensor(nullptr, DType::f32, {4, 8}), {}, true, s),
+                      ContainsSubstring("divided_norm_parts: inp is without memory, f32 (4, 8)"));
+    const auto finish = [&](Tensor mean, Tensor rstd, Tensor weight, Tensor bias) {
+        divided_norm_finish(x, mean, rstd, x, all_parts, weight, bias, 1e-5f, s);
+    };
+    CHECK_THROWS_WITH(finish({}, r, {}, {}), ContainsSubstring("divided_norm_finish: weight is no tensor"));
+    CHECK_THROWS_WITH(finish({}, {}, g, {}), ContainsSubstring("divided_norm_finish: rstd is no tensor"));
+    CHECK_THROWS_WITH(finish(r, r, g, {}), ContainsSubstring("mean and bias are LayerNorm's: give both or none"));
+    CHECK_THROWS_WITH(finish({}, r, g, g), ContainsSubstring("mean and bias are LayerNorm's: give both or none"));
+    CHECK_THROWS_WITH(divided_norm_backward_parts(parts, g, {}, x, x, g, {}, {}, true, scratch, s),
+                      ContainsSubstring("divided_norm_backward_parts: rstd is no tensor"));
+    CHECK_THROWS_WITH(divided_norm_backward_parts(parts, g, g, x, x, g, g, r, true, scratch, s),
+                      ContainsSubstring("divided_norm_backward_parts: mean is f32 (8), expected f32 (4)"));
+    CHECK_THROWS_WITH(divided_norm_backward_finish(x, x, {}, x, {}, r, r, parts, 8, s),
+                      ContainsSubstring("divided_norm_backward_finish: weight is no tensor"));
+}
+
 TEST_CASE("copies of columns", "[divided_norm]") {
     const int64_t R = 13;
     for (const DType dtype : kFloatDTypes) {
