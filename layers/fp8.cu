@@ -487,8 +487,18 @@ Fp8Weight take_fp8_weight(Arena& arena, Fp8Recipe recipe, int64_t O, int64_t C) 
 void fp8_quantise_weight(const Fp8Weight& to, Tensor weight, cudaStream_t stream, AmaxFrom amax) {
     const char* name = "fp8_quantise_weight";
     expect(name, "forward.codes", to.forward.codes, DType::e4m3, {-1, -1});
-    expect(name, "weight", weight, weight.dtype, {to.forward.codes.shape[0], to.forward.codes.shape[1]});
-    expect_aligned(name, {{"weight", weight}});
+    const int64_t O = to.forward.codes.shape[0], C = to.forward.codes.shape[1];
+    expect(name, "backward.codes", to.backward.codes, DType::e4m3, {C, O});
+    expect(name, "weight", weight, weight.dtype, {O, C});
+    expect_aligned(name,
+                   {{"weight", weight}, {"forward.codes", to.forward.codes}, {"backward.codes", to.backward.codes}});
+    if (is_block(to.recipe)) {
+        expect(name, "forward.scale", to.forward.scale, DType::f32, {ceil_div(O, 128), fp8_block_scale_cols(C)});
+        expect(name, "backward.scale", to.backward.scale, DType::f32, {ceil_div(C, 128), fp8_block_scale_cols(O)});
+    } else {
+        for (const Tensor& scale : {to.forward.scale, to.backward.scale}) expect(name, "scale", scale, DType::f32, {1});
+        expect(name, "amax", to.amax, DType::f32, {1});
+    }
     Target target{};
     target.codes = to.forward.codes.data, target.codes_t = to.backward.codes.data;
     target.scale = to.forward.scale.ptr<float>(), target.scale_t = to.backward.scale.ptr<float>();

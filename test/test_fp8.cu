@@ -621,4 +621,19 @@ TEST_CASE("fp8 says what is wrong with its arguments", "[fp8][errors]") {
                       ContainsSubstring("fp8_quantise: codes is"));
     CHECK_THROWS_WITH(fp8_amax(scale, whole, {}, s), ContainsSubstring("fp8_amax: inp is f32"));
     CHECK_THROWS_WITH(fp8_advance(l.inp, s), ContainsSubstring("fp8_advance: states is"));
+
+    // What a weight is quantised to.
+    const auto quantise = [&](const Layer& layer, auto&& change) {
+        Fp8Weight to = layer.weight8;
+        change(to);
+        fp8_quantise_weight(to, layer.weight, s);
+    };
+    CHECK_THROWS_WITH(quantise(l, [](Fp8Weight& to) { to.backward.codes = {}; }),
+                      ContainsSubstring("fp8_quantise_weight: backward.codes is no tensor, expected e4m3 (48, 64)"));
+    CHECK_THROWS_WITH(quantise(l, [](Fp8Weight& to) { to.amax = {}; }),
+                      ContainsSubstring("fp8_quantise_weight: amax is no tensor"));
+    CHECK_THROWS_WITH(quantise(l, [](Fp8Weight& to) { to.forward.scale = {}; }),
+                      ContainsSubstring("fp8_quantise_weight: scale is no tensor"));
+    CHECK_THROWS_WITH(quantise(block, [](Fp8Weight& to) { to.forward.scale.shape[1] = 2; }),
+                      ContainsSubstring("fp8_quantise_weight: forward.scale is f32 (1, 2), expected f32 (1, 4)"));
 }
