@@ -73,6 +73,8 @@ void expect_vector(const char* argument, const Tensor& vector, DType dtype, int6
 Epilogue epilogue_of(const Tensor& out, const MatmulOptions& options, int64_t M, int64_t N) {
     const int asked = (options.before_gelu ? 1 : 0) + (options.gelu_input ? 1 : 0) + (options.a_row_sums ? 1 : 0) +
                       (options.delta ? 1 : 0);
+    check(options.delta || (!options.attended && !options.zeros), "matmul: attended and zeros are for delta, which is ",
+          options.delta);
     if (asked == 0) return options.bias ? Epilogue::bias : Epilogue::none;
     check(asked == 1 && out.ndim == 2 && !options.a_scale && !options.b_scale && !options.added,
           "matmul: one of before_gelu, gelu_input, a_row_sums and delta at most, without batches, added and fp8 "
@@ -83,8 +85,8 @@ Epilogue epilogue_of(const Tensor& out, const MatmulOptions& options, int64_t M,
         expect_aligned("matmul", {{"attended", options.attended}});
         expect("matmul", "delta", options.delta, DType::f32, {-1, -1, -1});
         const Tensor& delta = options.delta;
-        check(delta.shape[0] * delta.shape[2] == M && N % delta.shape[1] == 0, "matmul: delta ", delta,
-              " is not that of heads in ", out);
+        check(delta.shape[0] * delta.shape[2] == M && delta.shape[1] > 0 && N % delta.shape[1] == 0, "matmul: delta ",
+              delta, " is not that of heads in ", out);
         return Epilogue::delta;
     }
     if (options.a_row_sums) {

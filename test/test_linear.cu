@@ -184,6 +184,11 @@ TEST_CASE("linear behind attention: the gradient of its output, and delta", "[li
         Buffer uneven(DType::f32, {B, C - 1, T});  // C columns are no such heads
         CHECK_THROWS_WITH(linear_delta_backward_input(dattended, {uneven, {}}, dout, weight, attended, stream),
                           ContainsSubstring("is not that of heads in"));
+        const Tensor headless = make_tensor(delta.tensor().data, DType::f32, {B, 0, T});
+        CHECK_THROWS_WITH(linear_delta_backward_input(dattended, {headless, {}}, dout, weight, attended, stream),
+                          ContainsSubstring("is not that of heads in"));
+        CHECK_THROWS_WITH(linear_delta_backward_input(dattended, {}, dout, weight, attended, stream),
+                          ContainsSubstring("attended and zeros are for delta, which is no tensor"));
     }
 }
 
