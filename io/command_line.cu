@@ -34,6 +34,8 @@ std::string checked_text(const char* flag, const std::string& text, const std::v
     return text;
 }
 
+constexpr CLI::MultiOptionPolicy kSeveral = CLI::MultiOptionPolicy::TakeAll;  // of options that are lists
+
 // Hidden options have no get_name().
 std::string name_of(const CLI::Option& option) { return "--" + option.get_lnames().front(); }
 
@@ -60,7 +62,8 @@ void Heading::option(const char* flag, std::optional<double>& value, const std::
 }
 void Heading::option(const char* flag, std::vector<std::string>& values, const std::string& help) {
     add(flag, values, help);
-    line.impl_->app.get_option(flag)->allow_extra_args(false);  // one value each time
+    // One value each time. (Newer versions of CLI11 would make several of "[a,b]" otherwise.)
+    line.impl_->app.get_option(flag)->expected(1)->allow_extra_args(false)->multi_option_policy(kSeveral);
 }
 void Heading::flag(const char* flag, bool& value, const std::string& help) {
     line.impl_->app.add_flag(flag, value, help)->group(name)->transform([flag](const std::string& text) {
@@ -83,9 +86,9 @@ void CommandLine::parse(const ProgramWords& program, int argc, char** argv, cons
     std::vector<std::string> shown;
     for (CLI::Option* option : app.get_options()) {
         if (option->get_type_size() > 0) {
-            option->take_last();
+            const bool several = option->get_multi_option_policy() == kSeveral;
+            if (!several) option->take_last();
             // CLI11 itself writes a default as "TEXT=tiny" in version 2.3, and as "TEXT [tiny]" from 2.4 on.
-            const bool several = option->get_expected_max() > 1;
             const std::string value = several ? "" : option->get_default_str();
             option->option_text(
                 concat(option->get_type_name(), value.empty() ? "" : "=", value, several ? " ..." : ""));
