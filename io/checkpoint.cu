@@ -28,20 +28,37 @@ bool is_step_name(const std::string& name) {
            name.find_first_not_of("0123456789", prefix.size()) == std::string::npos;
 }
 
-void remove_folder(const std::string& folder) {
+int64_t count_entries(const std::string& folder) {
     std::error_code error;
-    fs::remove_all(folder, error);
-    check(!error, "cannot remove ", folder, ": ", error.message());
+    int64_t n = 0;
+    for (fs::recursive_directory_iterator at(folder, error); at != fs::recursive_directory_iterator(); ++n)
+        at.increment(error);
+    return n;
 }
 
-// Who reads a checkpoint meanwhile finds all of it or nothing, since it has another name before its files go.
+// Who reads a checkpoint meanwhile finds all of it or nothing, since it has another name before its files go. It gets
+// its name back only if all of them are still there: a network file system keeps those that a process has open.
 std::error_code remove_checkpoint(const std::string& folder) {
-    const std::string renamed = folder + ".old.tmp";
+    std::string renamed = folder + ".old.tmp";
     std::error_code error, ignored;
+    while (fs::exists(renamed, ignored)) renamed += ".tmp";
     fs::rename(folder, renamed, error);
-    if (!error) fs::remove_all(renamed, error);
-    if (error) fs::rename(renamed, folder, ignored);
+    if (error) return error;
+    const int64_t n_before = count_entries(renamed);
+    fs::remove_all(renamed, error);
+    if (error && count_entries(renamed) == n_before) fs::rename(renamed, folder, ignored);
     return error;
+}
+
+// Removes what an earlier save left behind; what stays, or "".
+std::string remove_leftovers(const std::string& checkpoints) {
+    std::string left;
+    for (const fs::path& path : list_folder(checkpoints)) {
+        std::error_code error;
+        if (path.extension() == ".tmp") fs::remove_all(path, error);
+        if (error) left = concat("cannot remove ", path.string(), ": ", error.message());
+    }
+    return left;
 }
 
 // Names have eight digits, and from step 100 million on more.
@@ -55,8 +72,8 @@ CheckpointWriter::CheckpointWriter(const std::string& run_folder, int64_t step)
     : run_folder_(run_folder), parent_(checkpoints_folder(run_folder)),
       temporary_(parent_ + "/" + step_name(step) + ".tmp"), final_(parent_ + "/" + step_name(step)) {
     make_folder(parent_);
-    for (const fs::path& path : list_folder(parent_))
-        if (path.extension() == ".tmp") remove_folder(path.string());  // a leftover
+    const std::string left = remove_leftovers(parent_);  // commit() tells of what is in nobody's way
+    check(!is_there(temporary_), left);
     make_folder(temporary_);
 }
 
@@ -69,13 +86,14 @@ std::string CheckpointWriter::commit(int64_t keep, int64_t best) {
     sync_folder(temporary_);
     std::error_code error;
     if (fs::exists(final_)) error = remove_checkpoint(final_);  // the run had been resumed from before it
-    check(!error, "cannot remove ", final_, ": ", error.message());
+    check(!error || !fs::exists(final_), "cannot remove ", final_, ": ", error.message());
     fs::rename(temporary_, final_, error);
     check(!error, "cannot rename ", temporary_, " to ", final_, ": ", error.message());
     committed_ = true;
     std::string left;
     try {
         sync_folder(parent_);
+        left = remove_leftovers(parent_);
         int64_t n_older = 0;  // and this one
         for (const std::string& folder : find_checkpoints(run_folder_)) {
             const bool later = is_earlier(final_, folder);

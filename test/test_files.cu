@@ -359,6 +359,30 @@ TEST_CASE("an older checkpoint that cannot be removed is said, and the new one i
     ::chmod((checkpoints + "/step-00000001").c_str(), 0777);
 }
 
+// As on a network file system, which keeps the files of a folder that a process has open.
+TEST_CASE("of a checkpoint that can be removed only in part nothing is left under its name, and the next is saved") {
+    TempFolder folder;
+    const std::string checkpoints = folder / "checkpoints", old = checkpoints + "/step-00000001",
+                      left = old + ".old.tmp", locked = "/locked";
+    const int64_t new_step = GENERATE(1, 2);
+    CheckpointWriter(folder.path, 1).commit(1);
+    // Whatever the order in which the system lists them, some files go before the folder that cannot be removed.
+    for (int i = 0; i < 100; ++i) spit(concat(old, "/", i), "");
+    make_folder(old + locked), spit(old + locked + "/file", "");
+    for (int i = 100; i < 200; ++i) spit(concat(old, "/", i), "");
+    for (const std::string& path : {folder.path, checkpoints, old}) ::chmod(path.c_str(), 0777);
+    ::chmod((old + locked).c_str(), 0555);
+    {
+        const NotRoot not_root;
+        CHECK(one_line_with(CheckpointWriter(folder.path, new_step).commit(1), "cannot remove", old));
+        CHECK(one_line_with(CheckpointWriter(folder.path, 3).commit(1), "cannot remove", left));
+    }
+    CHECK(find_checkpoints(folder.path) == std::vector{checkpoints + "/step-00000003"});
+    ::chmod((left + locked).c_str(), 0777);
+    CHECK(CheckpointWriter(folder.path, 4).commit(1) == "");
+    CHECK(std::ranges::distance(std::filesystem::directory_iterator(checkpoints)) == 1);
+}
+
 TEST_CASE("a checkpoint that is in its place is saved, whatever goes wrong behind that") {
     TempFolder folder;
     const std::string checkpoints = folder / "checkpoints";
