@@ -255,6 +255,14 @@ void Block::finish_fiber() {
     __builtin_unreachable();
 }
 
+// Nothing is wrong with the kernel, and none of its threads could take an exception.
+[[noreturn]] void end_for_lack_of_memory(const std::string& what) {
+    std::fflush(stdout);
+    std::fprintf(stderr, "CUDA on the CPU: no memory for %s: allow more (ulimit -v), or use fewer threads\n",
+                 what.c_str());
+    std::_Exit(2);
+}
+
 Fiber* Block::fresh_fiber() {
     if (!pool_.first) add_stacks();
     return pool_.pop();
@@ -268,11 +276,7 @@ void Block::add_stacks() {
     constexpr size_t bytes = kStacksPerSlab * kStackBytes;
     char* slab = static_cast<char*>(
         mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-    if (slab == MAP_FAILED) {
-        std::fflush(stdout);
-        std::fprintf(stderr, "CUDA on the CPU: no memory for the stacks of a block's threads\n");
-        std::_Exit(2);
-    }
+    if (slab == MAP_FAILED) end_for_lack_of_memory("the stacks of a block's threads");
     slabs_.push_back(slab);
     for (unsigned i = 0; i < kStacksPerSlab; ++i) {
         char* stack = slab + i * kStackBytes;
@@ -540,7 +544,7 @@ void Block::shared_declared(void* variable, size_t bytes) {
 void* Block::dynamic_shared() {
     const size_t bytes = launch_->shared_bytes;
     const auto check_memory = [&](const void* memory) {
-        if (!memory) report("no memory for the shared memory of " + where_launched());
+        if (!memory) end_for_lack_of_memory("the shared memory of " + where_launched());
     };
     if (strict) {
         void*& guarded = guarded_shared_[bytes];

@@ -15,6 +15,9 @@
 
 #ifdef CUDA_ON_CPU
 #include <omp.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
 #endif
 
 namespace {
@@ -305,6 +308,42 @@ std::vector<unsigned> program_on_host(std::vector<unsigned> v, const std::vector
 }
 
 }  // namespace
+
+#if defined(CUDA_ON_CPU) && !defined(__SANITIZE_ADDRESS__)  // whose own memory is taken with this limit, too
+// In a child process, on a thread that has run no block with so much shared memory: exit status 2, and 0 with memory.
+TEST_CASE("a block for whose shared memory the machine has no memory ends the program with one line") {
+    int ends[2];
+    REQUIRE(pipe(ends) == 0);
+    const pid_t child = fork();
+    if (child == 0) {
+        dup2(ends[1], STDERR_FILENO);
+        std::thread([] {
+            constexpr int kBytes = 200 << 10;
+            int out[33];
+            cudaFuncSetAttribute(two_shared_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+            two_shared_kernel<<<1, 33, 33 * sizeof(int)>>>(out);
+            cudaDeviceSynchronize();
+            const rlimit none{0, 0};
+            setrlimit(RLIMIT_AS, &none);
+            while (std::malloc(kBytes / 2)) continue;
+            two_shared_kernel<<<1, 33, kBytes>>>(out);
+            cudaDeviceSynchronize();
+        }).join();
+        _exit(0);
+    }
+    close(ends[1]);
+    char text[500];
+    const ssize_t n = read(ends[0], text, sizeof text);
+    close(ends[0]);
+    int status = 0;
+    waitpid(child, &status, 0);
+    CHECK((WIFEXITED(status) && WEXITSTATUS(status) == 2));
+    REQUIRE(n > 0);
+    const std::string line(text, static_cast<size_t>(n));
+    CHECK(line.find("no memory for the shared memory of kernel 'two_shared_kernel'") != std::string::npos);
+    CHECK(line.find('\n') == line.size() - 1);
+}
+#endif
 
 TEST_CASE("barriers in a loop, in blocks of many sizes", "[cpu]") {
     for (const unsigned n : {1u, 2u, 31u, 32u, 33u, 100u, 256u, 1023u, 1024u}) {
