@@ -20,6 +20,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <list>
+#include <system_error>
 #include <thread>
 
 namespace {
@@ -36,22 +37,26 @@ void mpi_check(int status, const char* what) {
 // and after its end no rank can tell another one anything, so it is not known who is missing. mpirun ends the others.
 class MpiWatchdog {
   public:
-    MpiWatchdog(std::string what, double timeout_s)
-        : thread_([this, what = std::move(what), timeout_s] {
-              std::unique_lock lock(mutex_);
-              WaitedTime time;
-              double waited = time.seconds();
-              for (; waited < timeout_s; waited = time.seconds())
-                  if (changed_.wait_for(lock, std::chrono::milliseconds(100), [&] { return is_back_; })) return;
-              std::fflush(stdout);
-              std::fprintf(
-                  stderr,
-                  "%s: MPI has waited %.3g s for the other ranks: one of them has ended, hangs, or was started "
-                  "as another program. (--comm-timeout sets how long to wait)\n",
-                  what.c_str(), waited);
-              std::fflush(stderr);
-              std::_Exit(2);
-          }) {}
+    MpiWatchdog(std::string what, double timeout_s) {
+        const auto watch = [this, what = std::move(what), timeout_s] {
+            std::unique_lock lock(mutex_);
+            WaitedTime time;
+            double waited = time.seconds();
+            for (; waited < timeout_s; waited = time.seconds())
+                if (changed_.wait_for(lock, std::chrono::milliseconds(100), [&] { return is_back_; })) return;
+            std::fflush(stdout);
+            std::fprintf(stderr,
+                         "%s: MPI has waited %.3g s for the other ranks: one of them has ended, hangs, or was started "
+                         "as another program. (--comm-timeout sets how long to wait)\n",
+                         what.c_str(), waited);
+            std::fflush(stderr);
+            std::_Exit(2);
+        };
+        try {
+            thread_ = std::thread(watch);
+        } catch (const std::system_error&) {  // a limit of threads has been reached: MPI waits unwatched
+        }
+    }
     MpiWatchdog(const MpiWatchdog&) = delete;
     ~MpiWatchdog() {
         {
@@ -59,14 +64,14 @@ class MpiWatchdog {
             is_back_ = true;
         }
         changed_.notify_one();
-        thread_.join();
+        if (thread_.joinable()) thread_.join();
     }
 
   private:
     std::mutex mutex_;
     std::condition_variable changed_;
     bool is_back_ = false;
-    std::thread thread_;  // the last member: it uses the others
+    std::thread thread_;
 };
 
 constexpr double kStartTimeouts = 5;  // of --comm-timeout: all machines load the program
