@@ -16,9 +16,10 @@
 
 namespace {
 
-// Do path and fd name the same file?
+// Do path and fd name the same file? errno is 0 where both could be looked at.
 bool is_same_file(int fd, const std::string& path) {
     struct stat ours, there;
+    errno = 0;
     return ::fstat(fd, &ours) == 0 && ::stat(path.c_str(), &there) == 0 && ours.st_ino == there.st_ino &&
            ours.st_dev == there.st_dev;
 }
@@ -39,7 +40,8 @@ LockedFile::Lock lock_of(int fd, const std::string& path) {
 }  // namespace
 
 LockedFile::LockedFile(const std::string& path, int flags) : path_(path) {
-    while (true) {
+    constexpr int kMostTries = 1000;  // some file systems give a file another number each time that it is looked at
+    for (int i = 0; i < kMostTries; ++i) {
         do fd_ = ::open(path.c_str(), flags | O_CREAT | O_CLOEXEC, 0666);
         while (fd_ < 0 && errno == EINTR);
         check(fd_ >= 0, "cannot open ", path, " to write: ", std::strerror(errno),
@@ -53,8 +55,11 @@ LockedFile::LockedFile(const std::string& path, int flags) : path_(path) {
             throw;
         }
         if (lock_ == Lock::others || is_same_file(fd_, path)) return;
+        const int error = errno;
         ::close(fd_);
+        check(error == 0 || error == ENOENT || error == ESTALE, "cannot lock ", path, ": ", std::strerror(error));
     }
+    fail("cannot lock ", path, ": each time that it was looked up it was another file; choose another one");
 }
 
 LockedFile::~LockedFile() { ::close(fd_); }

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -36,7 +37,15 @@ struct NotRoot {
     }
 };
 
+std::atomic<bool> fstat_fails = false;
+
 }  // namespace
+
+// In the place of the C library's.
+extern "C" int fstat(int fd, struct stat* status) noexcept {
+    if (fstat_fails) return errno = EIO, -1;
+    return ::fstatat(fd, "", status, AT_EMPTY_PATH);
+}
 
 TEST_CASE("MappedFile shows the bytes of a file") {
     TempFolder folder;
@@ -236,6 +245,14 @@ TEST_CASE("a locked file is one process's, until it ends") {
     CHECK(LockedFile("/dev/null", O_WRONLY).lock() == Lock::ours);
     CHECK(one_line_with(error_of([&] { LockedFile(folder / "no/file", O_RDWR); }), "no/file", "make its folder first"));
     ::close(ends[0]), ::close(ends[1]);
+}
+
+TEST_CASE("a file that is opened and cannot be looked up is not opened for ever") {
+    const TempFolder folder;
+    fstat_fails = true;
+    const std::string error = error_of([&] { LockedFile(folder / "file", O_RDWR); });
+    fstat_fails = false;
+    CHECK(one_line_with(error, "cannot lock " + (folder / "file"), "Input/output error"));
 }
 
 TEST_CASE("kill -9 at any moment leaves a whole file") {
