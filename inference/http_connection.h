@@ -72,7 +72,7 @@ class Connection final : public httplib::Stream {
         ::shutdown(fd_, SHUT_WR);
         const double start = seconds_now();
         for (double passed = 0; passed < (ending_ ? kLastSeconds : timeout_); passed = seconds_now() - start)
-            if (wait(POLLIN, kLookSeconds) && ::recv(fd_, buffer_, sizeof buffer_, 0) <= 0) return;
+            if (wait(POLLIN, kLookSeconds) && receive() <= 0) return;
     }
 
     // The library's names. What other versions of it have is without `override`.
@@ -93,7 +93,7 @@ class Connection final : public httplib::Stream {
             return failure_ = 431, -1;
         if (first_ == last_) {
             if (!wait_for_rest()) return failure_ = 408, -1;
-            const ssize_t got = ::recv(fd_, buffer_, sizeof buffer_, 0);
+            const ssize_t got = receive();
             if (got <= 0) return got;
             first_ = 0, last_ = static_cast<size_t>(got);
         }
@@ -124,9 +124,20 @@ class Connection final : public httplib::Stream {
             if (wait(POLLIN, std::min(left, kLookSeconds))) return true;
         }
     }
+    // A signal ends neither of the two.
     bool wait(short event, double seconds) const {
+        const double until = seconds_now() + seconds;
         pollfd p{fd_, event, 0};
-        return seconds > 0 && ::poll(&p, 1, static_cast<int>(std::min(seconds * 1000, 1e9)) + 1) > 0;
+        int n = 0;
+        for (double left = seconds; left > 0; left = until - seconds_now())
+            if ((n = ::poll(&p, 1, static_cast<int>(std::min(left * 1000, 1e9)) + 1)) >= 0 || errno != EINTR) break;
+        return n > 0;
+    }
+    ssize_t receive() {
+        ssize_t got;
+        do got = ::recv(fd_, buffer_, sizeof buffer_, 0);
+        while (got < 0 && errno == EINTR);
+        return got;
     }
     template <class F>
     void address(F ask, std::string& ip, int& port) const {

@@ -293,6 +293,14 @@ class Listener : public httplib::Server {
 
     // The library's own, with our Stream and time limits.
     bool process_and_close_socket(socket_t fd) override {
+        try {
+            serve(fd);
+        } catch (const std::exception&) {  // no memory for this connection: the others go on
+        }
+        ::close(fd);
+        return true;
+    }
+    void serve(int fd) {
         Connection connection(fd, options_.client_timeout, ending_);
         while (connection.wait_for_request()) {
             bool last = false;
@@ -301,8 +309,6 @@ class Listener : public httplib::Server {
             if (!answered || last || connection.ends()) break;
         }
         if (connection.ends()) connection.drain();
-        ::close(fd);
-        return true;
     }
     void write_failure(Connection& connection) const {  // of a request whose first line did not come
         const int status = connection.failure();

@@ -5,6 +5,7 @@
 #include "test.h"
 
 #include <arpa/inet.h>
+#include <poll.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -19,8 +20,11 @@
 namespace {
 
 std::atomic<int> next_error = 0, next_send_error = 0;  // of the next accept4() and send()
+// The next so many calls of poll() and recv() with a socket end as a signal ends them.
+std::atomic<int> n_interrupted_polls = 0, n_interrupted_recvs = 0;
+bool is_interrupted(std::atomic<int>& n) { return n > 0 && n-- > 0 && (errno = EINTR, true); }
 
-std::string answer_of(int port, const std::string& path) {
+std::string answer_to(int port, const std::string& request) {
     const int fd = ::socket(AF_INET, SOCK_STREAM, 0);
     sockaddr_in address{};
     address.sin_family = AF_INET, address.sin_port = htons(static_cast<uint16_t>(port));
@@ -29,19 +33,22 @@ std::string answer_of(int port, const std::string& path) {
     ::setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
     std::string came;
     if (::connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0) {
-        const std::string request = "GET " + path + " HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n";
         char buffer[4096];
         ssize_t n = ::write(fd, request.data(), request.size());
-        while (n > 0 && (n = ::recv(fd, buffer, sizeof buffer, 0)) > 0) came.append(buffer, static_cast<size_t>(n));
+        while (n > 0 && (n = ::read(fd, buffer, sizeof buffer)) > 0) came.append(buffer, static_cast<size_t>(n));
     }
     ::close(fd);
     return came;
 }
+std::string answer_of(int port, const std::string& path) {
+    return answer_to(port, "GET " + path + " HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n");
+}
 
 // None where the program was built without cpp-httplib.
-std::unique_ptr<HttpServer> server_of(const ServerOptions& options, const std::vector<Route>& routes) {
+std::unique_ptr<HttpServer> server_of(
+    const ServerOptions& options, const std::vector<Route>& routes, const std::function<void(int)>& sent = [](int) {}) {
     try {
-        return std::make_unique<HttpServer>(options, routes, [](int) {});
+        return std::make_unique<HttpServer>(options, routes, sent);
     } catch (const Error& error) {
         if (std::string_view(error.what()).find("without cpp-httplib") == std::string_view::npos) throw;
         return nullptr;
@@ -54,6 +61,15 @@ std::unique_ptr<HttpServer> server_of(const ServerOptions& options, const std::v
 extern "C" int accept4(int fd, sockaddr* address, socklen_t* bytes, int flags) {
     if (const int error = next_error.exchange(0)) return errno = error, -1;
     return static_cast<int>(::syscall(SYS_accept4, fd, address, bytes, flags));
+}
+extern "C" int poll(pollfd* fds, nfds_t n, int milliseconds) {
+    if (is_interrupted(n_interrupted_polls)) return -1;
+    const timespec limit{milliseconds / 1000, milliseconds % 1000 * 1000000L};
+    return ::ppoll(fds, n, milliseconds < 0 ? nullptr : &limit, nullptr);
+}
+extern "C" ssize_t recv(int fd, void* data, size_t bytes, int flags) {
+    if (is_interrupted(n_interrupted_recvs)) return -1;
+    return ::recvfrom(fd, data, bytes, flags, nullptr, nullptr);
 }
 extern "C" ssize_t send(int fd, const void* data, size_t bytes, int flags) {
     if (const int error = next_send_error.exchange(0)) return errno = error, -1;
@@ -81,8 +97,29 @@ TEST_CASE("a server goes on where the system could not give it one connection", 
     const std::string answer = answer_of(server->port(), "/memory");
     CHECK(answer.starts_with("HTTP/1.1 500 "));
     CHECK(answer.find("the host has too little memory") != std::string::npos);
+    n_interrupted_polls = 10, n_interrupted_recvs = 3;
+    CHECK(answer_of(server->port(), "/health").ends_with("\r\n\r\nwell"));
+    CHECK(n_interrupted_recvs == 0);
     next_send_error = ENOMEM;
     CHECK(answer_of(server->port(), "/health") == "");  // no body without its headers
+    CHECK(answer_of(server->port(), "/health").ends_with("\r\n\r\nwell"));
+}
+
+TEST_CASE("a server goes on where there is no memory for one connection", "[server]") {
+    const std::vector<Route> routes = {{"GET", "/health", [](const HttpRequest&) {
+                                            return HttpReply{"text/plain", "well"};
+                                        }}};
+    ServerOptions options;
+    options.port = 0;
+    std::atomic<int> n_thrown = 0;
+    const auto sent = [&](int status) {
+        if (status == 400) ++n_thrown, throw std::bad_alloc();
+    };
+    const std::unique_ptr<HttpServer> server = server_of(options, routes, sent);
+    if (!server) SKIP_TEST("built without cpp-httplib");
+    server->start();
+    CHECK(answer_to(server->port(), "no line of HTTP ends so\n\n") == "");
+    CHECK(n_thrown == 1);
     CHECK(answer_of(server->port(), "/health").ends_with("\r\n\r\nwell"));
 }
 
