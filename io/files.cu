@@ -30,7 +30,9 @@ namespace {
 
 constexpr size_t buffer_bytes = 1 << 20;  // a system call costs about 1 us, so that it is lost in writing 1 MiB
 
-std::string reason(int error) { return std::strerror(error); }
+std::string reason(int error) {
+    return concat(std::strerror(error), error == EMFILE ? "; let a process have more of them (ulimit -n)" : "");
+}
 
 // The reason why something cannot be written, and what helps against it.
 std::string reason_to_write(int error) {

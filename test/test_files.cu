@@ -465,6 +465,21 @@ TEST_CASE("text files are read whole, also from a pipe") {
     ::close(ends[0]);
 }
 
+TEST_CASE("where a process may have no more open files, the error says what helps") {
+    const TempFolder folder;
+    const std::string path = folder / "file";
+    spit(path, "text");
+    rlimit before;
+    ::getrlimit(RLIMIT_NOFILE, &before);
+    const rlimit none{0, before.rlim_max};
+    ::setrlimit(RLIMIT_NOFILE, &none);
+    const std::string reading = error_of([&] { read_text_file(path); });
+    const std::string writing = error_of([&] { write_text_file(path, ""); });
+    ::setrlimit(RLIMIT_NOFILE, &before);
+    CHECK(one_line_with(reading, path, "Too many open files", "ulimit -n"));
+    CHECK(one_line_with(writing, path, "Too many open files", "ulimit -n"));
+}
+
 TEST_CASE("make_folder makes parents and refuses a file") {
     TempFolder folder;
     make_folder(folder / "a/b/c");
