@@ -35,6 +35,9 @@ def check(report, folder):
         if (found := SPILLS.search(line)) and found.groups() != ("0", "0", "0"):
             wrong = f"{found[2]} bytes of registers are spilled, and {found[3]} loaded again"
             if found[2] == found[3] == "0":
+                # No GPU before sm_89 runs the casts of fp8.cu: it lacks the products that they are for.
+                if report.stem == "fp8" and kernel[1] == "sm_80":
+                    continue
                 wrong = f"{found[1]} bytes of arrays are in memory: is a loop over them not unrolled?"
         elif found := SERIALISED.search(line):
             wrong = found[0]

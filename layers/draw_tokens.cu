@@ -69,6 +69,7 @@ __global__ void __launch_bounds__(kDrawThreads)
     for (int v = static_cast<int>(threadIdx.x) * kN; its.is_valid && v < columns; v += kAhead * kStride) {
         float x[kAhead][kN];
         load_ahead<kDrawThreads>(x, x_row, v, columns);
+#pragma unroll  // otherwise nvcc keeps x in memory
         for (int k = 0; k < kAhead; ++k) {
             const float largest = fold_chunk<Larger>(x[k]);  // its score is the largest of the chunk
             if (largest < its.threshold) continue;
