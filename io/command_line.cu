@@ -11,10 +11,35 @@
 #include <cstdlib>
 #include <limits>
 
+namespace {
+
+// --help has a line for each flag, in every version of CLI11: doc/flags.md quotes them.
+class Layout : public CLI::Formatter {
+  public:
+    Layout() { column_width(28); }
+    std::string make_option(const CLI::Option* option, bool is_positional) const override {
+        const std::string next_line = "\n" + std::string(get_column_width(), ' ');
+        std::string text = "  " + make_option_name(option, is_positional) + make_option_opts(option);
+        if (text.size() >= get_column_width()) text += next_line;
+        else text.resize(get_column_width(), ' ');
+        for (const char c : make_option_desc(option)) text += c == '\n' ? next_line : std::string(1, c);
+        return text + "\n";
+    }
+    std::string make_group(std::string group, bool is_positional,
+                           std::vector<const CLI::Option*> options) const override {
+        std::string text = "\n" + group + ":\n";
+        for (const CLI::Option* option : options) text += make_option(option, is_positional);
+        return text;
+    }
+};
+
+}  // namespace
+
 struct CommandLine::Impl {
     CLI::App app;
     std::vector<std::string> words;  // of the command line
     explicit Impl(const std::string& description) : app(description) {
+        app.formatter(std::make_shared<Layout>());
         app.option_defaults()->always_capture_default();
     }
 };
@@ -82,7 +107,6 @@ void CommandLine::parse(const ProgramWords& program, int argc, char** argv, cons
     CLI::App& app = impl_->app;
     impl_->words.assign(argv + 1, argv + argc);
     app.allow_extras();  // explain_unknown says more of them than CLI11
-    app.get_formatter()->column_width(28);
     std::vector<std::string> shown;
     for (CLI::Option* option : app.get_options()) {
         if (option->get_type_size() > 0) {
