@@ -404,15 +404,17 @@ TEST_CASE("Ctrl-C while the terminal takes nothing ends no conversation", "[gene
     CHECK(slurp(folder / "err").empty());
 }
 
-// The next line is written when the program has read the first: a terminal keeps no more.
+// The next line is written when the program has read the first, because a terminal keeps no more, and has asked for
+// another one, because the terminal shows at once what is typed.
 TEST_CASE("a message of which a terminal may have dropped the end is not answered", "[generate][program]") {
     if (run_shell("command -v script").status != 0) return;  // it runs a command in a terminal of its own
     const TempFolder folder;
     const std::string seen = folder / "typescript";
-    const Outcome chat = run_shell(concat(
-        "export OMP_NUM_THREADS=1; { printf '%05000d\\n' 0; ", "for i in $(seq 500); do grep -q 'send it in parts' ",
-        seen, " && break; sleep 0.02; done; echo Hello; } | ", "script -qefc '", program_path("generate"), " --model ",
-        trained_run(), " --chat --tokens 2 --logit-bias 120:100' ", seen));
+    const Outcome chat = run_shell(
+        concat("export OMP_NUM_THREADS=1; { printf '%05000d\\n' 0; ",
+               "for i in $(seq 500); do grep -q 'send it in parts' ", seen, " && [ \"$(tail -n 1 ", seen,
+               ")\" = '> ' ] && break; sleep 0.02; done; echo Hello; } | ", "script -qefc '", program_path("generate"),
+               " --model ", trained_run(), " --chat --tokens 2 --logit-bias 120:100' ", seen));
     INFO(chat.out << chat.err);
     CHECK(chat.status == 0);
     CHECK_THAT(chat.out, ContainsSubstring("A conversation with " + trained_run()) &&
