@@ -43,8 +43,10 @@ tsv=$out/results.tsv
 log=$out/bench.log
 : > "$tsv" > "$log"
 work=$(mktemp -d)
-# A program that timeout has started is in a process group of timeout's own, which Ctrl-C does not reach.
+# A program that timeout has started is in a process group of timeout's own, which Ctrl-C does not reach. A second signal does
+# not cut this short.
 trap 'for job in $(jobs -p); do kill -- "-$job" 2> /dev/null; done; rm -rf "$work"' EXIT
+trap 'trap "" INT TERM; exit 130' INT TERM
 tab=$'\t'
 
 say() { echo "$*" | tee -a "$log" >&2; }
@@ -63,6 +65,7 @@ ask() {
     (
         timeout --kill-after=2 "$(limit)" "$@" 2>> "$log" &
         trap "kill -- -$! 2> /dev/null" EXIT
+        trap 'trap "" INT TERM; exit 130' INT TERM
         wait $!
     ) || say "bench: exit status $? of: $* (see bench.log)"
 }

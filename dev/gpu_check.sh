@@ -19,6 +19,10 @@
 #   CHECK_TESTS=                           only tests of these files, for 2 and 5: "gelu rope"
 #   CHECK_STEPS="build tests nccl full_size sanitizers"; kernel_tests: of 2, those of kernels alone, which start no program
 set -u
+# Ctrl-C and SIGTERM end this script alone: timeout has a process group of its own, and what runs in it would go on. So commands
+# are jobs in groups of their own (set -m), which are ended with the script; a second signal does not cut that short.
+trap 'for job in $(jobs -p); do kill -- "-$job" 2> /dev/null; done' EXIT
+trap 'trap "" INT TERM; exit 130' INT TERM
 cd "$(dirname "$0")/.."
 build=$1
 case $build in *cuda*) device=cuda ;; *) device=cpu ;; esac
@@ -51,9 +55,6 @@ add() {
     rows+=("| $1 | $result | $3 | $4 |")
     echo "  $1: $result, $3 s  $4"
 }
-# Ctrl-C and SIGTERM end this script alone: timeout has a process group of its own, and what runs in it would go on. So commands
-# are jobs in groups of their own (set -m), which are ended with the script.
-trap 'for job in $(jobs -p); do kill -- "-$job" 2> /dev/null; done' EXIT
 # run NAME FILE COMMAND...: the output goes to FILE, and to the log.
 run() {
     local file=$2 status=0

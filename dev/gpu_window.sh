@@ -39,6 +39,7 @@ work=$(mktemp -d)
 session=
 end_session() { [ -z "$session" ] || pkill -KILL -s "$session"; session=; }
 trap 'end_session; rm -rf "$work"' EXIT
+trap 'trap "" INT TERM; exit 130' INT TERM  # a second signal does not cut that short
 SECONDS=0
 failed=0
 attention=auto

@@ -56,7 +56,11 @@ run_strict() {
     CUDA_CPU_STRICT=$1 run "strict-seed-$1" --filenames-as-tags "$2"
 }
 
-set -m  # a process group of its own, that ends with us
+# Each in a process group of its own, that ends with us (a second signal does not cut that short): a test that waits in system()
+# for a program does not see Ctrl-C.
+trap 'for job in $(jobs -p); do kill -- "-$job" 2> /dev/null; done' EXIT
+trap 'trap "" INT TERM; exit 130' INT TERM
+set -m
 run_strict 1 "$strict_filter" > "$runs/strict.txt" &
 strict=$!
 {
@@ -65,11 +69,9 @@ strict=$!
     for seed in 2 3; do run_strict $seed "$strict_filter~[shapes]"; done
 } > "$runs/functions.txt" &
 functions=$!
-# In a group of its own, too: a test that waits in system() for a program does not see Ctrl-C.
 run programs '[program]~[comm]~[.]' < /dev/null &
 programs=$!
 set +m
-trap 'kill -- -$strict -$functions -$programs 2> /dev/null' EXIT
 wait "$programs" "$strict" "$functions"
 cat "$runs/strict.txt" "$runs/functions.txt"
 awk -F '\t' -f test/summary.awk "$runs"/*.log

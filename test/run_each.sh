@@ -37,13 +37,13 @@ if [ "$1" = --one ]; then
     spec=$(printf %s "$name" | sed -e 's/[][\\,"]/\\&/g' -e 's/^[-~*]/\\&/')
     status=0 started=$SECONDS
     # timeout has a process group of its own. What is left in it would keep the GPU: programs that the test has started, and that
-    # wait for a kernel that never ends.
+    # wait for a kernel that never ends. A second signal must not end the trap: a script that runs under timeout gets two.
     {
+        trap 'trap "" HUP INT TERM; [ -z "$!" ] || kill -KILL -- $! -$!; exit 130' HUP INT TERM
         LLM_TEST_LOG=$file.log timeout --kill-after=5 "$limit" ${TEST_WITH:-} "$RUN_TESTS" "$spec" > "$file.out" 2>&1 < /dev/null &
-        trap "kill -KILL -- -$!" EXIT  # also where Ctrl-C or SIGTERM ends this script while it waits
         wait $! || status=$?
         kill -KILL -- -$!
-        trap - EXIT
+        trap - HUP INT TERM
     } 2> /dev/null
     if [ $is_cut = 1 ] && { [ $status = 124 ] || [ $status = 137 ]; }; then
         printf 'left out\t%s\n' "$name" > "$file.log"
