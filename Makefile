@@ -41,12 +41,14 @@ else
   NVCC ?= $(firstword $(shell command -v nvcc 2>/dev/null) $(wildcard /usr/local/cuda/bin/nvcc /opt/cuda/bin/nvcc))
   CUDA_HOME := $(patsubst %/bin/nvcc,%,$(firstword $(realpath $(NVCC)) $(NVCC)))
 endif
+# Not for /usr, where a distribution's package has CUDA: g++ finds /usr/include itself, and its own headers must come before it.
+ISYSTEM = $(if $(filter-out /usr,$1),-isystem $1/include)
 
 # ---- which device, and why -------------------------------------------------------------------------------------------
 ifeq ($(origin DEVICE),undefined)
   ifeq ($(NVCC),)
     DEVICE := cpu
-    REASON := no nvcc here
+    REASON := no nvcc $(if $(CUDA_HOME),in CUDA_HOME=$(CUDA_HOME),here)
   else ifeq ($(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU '),0)
     DEVICE := cpu
     REASON := nvcc is here, but nvidia-smi shows no working GPU
@@ -61,7 +63,7 @@ ifeq ($(filter cpu cuda,$(DEVICE)),)
   $(error DEVICE=$(DEVICE): use DEVICE=cpu or DEVICE=cuda)
 endif
 ifeq ($(DEVICE)$(NVCC),cuda)
-  $(error DEVICE=cuda needs nvcc, and there is none in PATH or /usr/local/cuda. `make DEVICE=cpu` needs no CUDA)
+  $(error DEVICE=cuda needs nvcc, and there is none in $(if $(CUDA_HOME),CUDA_HOME=$(CUDA_HOME),PATH or /usr/local/cuda). `make DEVICE=cpu` needs no CUDA)
 endif
 ifeq ($(MAKELEVEL),0)
   ifeq ($(filter help doctor clean format format-check house-check compile_commands.json sanitize fuzz,$(MAKECMDGOALS)),)
@@ -186,7 +188,7 @@ else
   NVCCFLAGS := -std=c++20 $(if $(filter 1,$(DEBUG)),-O0 -g -G,-O3 -lineinfo) -I. -DCXX_INCLUDE_DIR='"$(CXX_INCLUDE_DIR)"' \
                -Wno-deprecated-gpu-targets -Xptxas=-v \
                -Xcompiler=$(subst $(space),$(comma),$(strip -fopenmp $(FLOAT_FLAGS) $(WARNINGS) $(JSON_CFLAGS) $(BUNDLE_INCLUDE)))
-  CXXFLAGS  += -isystem $(CUDA_HOME)/include
+  CXXFLAGS  += $(call ISYSTEM,$(CUDA_HOME))
   ARCHFLAGS := $(foreach a,$(ARCH),$(call TO_ARCH,$(a)))
   LINK      := $(NVCC) $(NVCCFLAGS) $(ARCHFLAGS)
   LDLIBS    := -Xlinker=-rpath,$(CUDA_HOME)/lib64 -lcublasLt $(TEXT_LIBS) -lgomp -lpthread
@@ -434,7 +436,7 @@ CUPTI_LIB    = $(abspath $(firstword $(wildcard $(CUPTI_FOLDER)/lib64 $(CUPTI_FO
 $(BUILD)/dev/libprofile.so: dev/profile_cupti.cpp $(BUILD)/flags
 	$(say) CXX $<
 	@mkdir -p $(@D)
-	$(Q)$(CXX) -std=c++20 -O2 $(WARNINGS) -fPIC -shared -isystem $(CUPTI_FOLDER)/include -isystem $(CUDA_HOME)/include $< \
+	$(Q)$(CXX) -std=c++20 -O2 $(WARNINGS) -fPIC -shared $(call ISYSTEM,$(CUPTI_FOLDER)) $(call ISYSTEM,$(CUDA_HOME)) $< \
 	    -L$(CUPTI_LIB) -Wl,-rpath,$(CUPTI_LIB) -lcupti -o $@
 
 $(TEST_PROGRAMS:%=$(BUILD)/%): $(BUILD)/%: $(BUILD)/test/%.o $(BUILD)/libllm.a
