@@ -251,7 +251,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
         return;
     }
     take_registers<240>();
-    float d[Tile::kColumns / 8][4];
+    float d[Tile::kColumns / 8][4] = {};  // see wgmma_m64k16
     int round = 0;
     for (int i = static_cast<int>(blockIdx.x); i < grid.rows * grid.columns; i += static_cast<int>(gridDim.x)) {
         for (int step = 0; step < grid.steps; ++step, ++round) {

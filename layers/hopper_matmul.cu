@@ -136,7 +136,7 @@ __device__ __forceinline__ void consume(Shared<kFinish>& shared, const TileGrid&
                                         int group) {
     using Tile = typename Roles<kFinish>::Tile;
     const bool has_bias = kFinish < Finish::gelu_derivative && args.bias;
-    typename Tile::Sums sums;
+    typename Tile::Sums sums = {};  // see wgmma_m64k16
     uint32_t round = 0, parity = 0;
     for (int i = static_cast<int>(blockIdx.x); i < grid.tiles(); i += static_cast<int>(gridDim.x), parity ^= 1) {
         uint32_t own_bias = 0;

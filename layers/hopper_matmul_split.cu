@@ -270,7 +270,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     Segment segment = schedule.segment(0);
     if (group < kConsumers) {
         take_registers<232>();
-        Tile::Sums sums;
+        Tile::Sums sums = {};  // see wgmma_m64k16
         for (int s = 1; segment.n_steps > 0; segment = schedule.segment(s++)) {
             const int2 at = schedule.grid.at(segment.tile);
             if (kATransposed && result.row_sums)

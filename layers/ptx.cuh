@@ -707,7 +707,8 @@ static void complete_wgmma(cuda_cpu::Wgmma** lanes) {
 #endif
 
 // d += A B, or d = A B. N is that of d: float d[N / 8][4], N = 8, 16, 32, 64, 96, 128, 192 or 256. A and B by
-// descriptors.
+// descriptors. Where `accumulate` is not a constant, d is given a value once, even if nothing is ever added to it:
+// where it has none, ptxas before CUDA 12.9 makes each product wait for the one before (it says so: C7515).
 template <class Number, bool kAMnMajor = false, bool kBMnMajor = false, int kFragments>
 __device__ __forceinline__ void wgmma_m64k16(float (&d)[kFragments][4], uint64_t a, uint64_t b,
                                              bool accumulate CALLERS_LINE) {

@@ -192,7 +192,7 @@ __device__ __forceinline__ void attend(const Shape& shape, const Maps& maps, flo
     const int group_row = item.t0 + group * kGroupRows, warp_row = group_row + in_group / kWarp * 16;
     const View view = view_of<true>(mask, item.b, group_row, kGroupRows);
     Fragments<1, T::kKeys> scores;
-    Fragments<1, T::kDv> o;
+    Fragments<1, T::kDv> o = {};  // see wgmma_m64k16
     Packs<1, T::kKeys> P;
     OnlineRows<1> rows;
     float rescale[1][2];
