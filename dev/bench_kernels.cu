@@ -205,10 +205,11 @@ std::vector<Operation> operations(const Config& c, int64_t B, int64_t T, DType d
                       return [=] { linear_gelu_backward_input(dbefore, dout, w, before, s); };
                   }},
                  product_of(N, F, C, false, false, Epilogue::gelu_derivative));
-        for (const auto& [name, O, I] : {std::tuple{"linear qkv and bias", Q, C},
-                                         {"linear attn_out and bias", C, C},
-                                         {"linear up and bias", F, C},
-                                         {"linear down and bias", C, F}})
+        for (const auto& [name, O, I] :
+             std::vector<std::tuple<const char*, int64_t, int64_t>>{{"linear qkv and bias", Q, C},
+                                                                    {"linear attn_out and bias", C, C},
+                                                                    {"linear up and bias", F, C},
+                                                                    {"linear down and bias", C, F}})
             add_ways(table,
                      {name, "backward weight", concat("N=", N, " C=", I, " O=", O),
                       (rows * static_cast<double>(O + I) + static_cast<double>(O * I)) * e,
@@ -271,9 +272,10 @@ std::vector<Operation> operations(const Config& c, int64_t B, int64_t T, DType d
     }
 
     // Attention as the model uses it, and with each of the tiers for 16 bits that this device has.
-    for (const auto& [name, tier] : {std::pair{"attention", FlashTier::automatic},
-                                     {"attention mma", FlashTier::mma},
-                                     {"attention hopper", FlashTier::hopper}}) {
+    for (const auto& [name, tier] :
+         std::vector<std::pair<const char*, FlashTier>>{{"attention", FlashTier::automatic},
+                                                        {"attention mma", FlashTier::mma},
+                                                        {"attention hopper", FlashTier::hopper}}) {
         if (!has_tier(tier, dtype)) continue;
         const FlashAttentionOptions attention{.scale = 1 / std::sqrt(static_cast<float>(D)), .tier = tier};
         table.push_back({name, "forward", attn, heads, 4 * pairs, [=](Data& d) -> Launch {
@@ -366,7 +368,8 @@ std::vector<Operation> operations(const Config& c, int64_t B, int64_t T, DType d
                      }});
     // Ids of equal frequency, and ids distributed like those of words. The time must grow linearly with the number of
     // tokens.
-    for (const auto& [name, power] : {std::pair{"embedding", 1}, {"embedding, skewed ids", 4}})
+    for (const auto& [name, power] :
+         std::vector<std::pair<const char*, int>>{{"embedding", 1}, {"embedding, skewed ids", 4}})
         table.push_back({name, "backward", nc, x + 2 * wte_rows, 0, [=, power = power](Data& d) -> Launch {
                              const Tensor dout = d.random({B, T, C}), tokens = d.tokens({B, T}, V, power),
                                           scratch = d.integers({embedding_backward_scratch_n(dtype, N, C)});

@@ -114,7 +114,7 @@ TEST_CASE("cross_entropy against float64", "[cross_entropy]") {
 TEST_CASE("cross_entropy with rows kept in shared memory against float64", "[cross_entropy]") {
     const int64_t before = std::exchange(kept_bytes_of_thread, 208);
     for (DType dtype : kFloatDTypes)
-        for (const Size& size : {Size{9, 1025, 47}, {4, 2500, 4}, {3, 50257, 47}, {2, 60001, 7}})
+        for (const Size& size : std::vector<Size>{{9, 1025, 47}, {4, 2500, 4}, {3, 50257, 47}, {2, 60001, 7}})
             check_against_float64(dtype, size);
     kept_bytes_of_thread = before;
 }

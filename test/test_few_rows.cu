@@ -160,19 +160,19 @@ TEST_CASE("few rows on tensor cores: a row has the same bits in every batch", "[
             Buffer inp(dtype, {most, C}, random_values(most * C, 1)), weight(dtype, {O, C}, random_values(O * C, 2)),
                 bias(dtype, {O}, random_values(O, 3)), all(dtype, {most, O}), few(dtype, {most, O});
             few_rows_mma_forward(all, inp, weight, bias, device().stream, 1);
-            for (const auto& [n, n_blocks] : {std::pair<int64_t, int64_t>{1, 1},
-                                              {1, 3},
-                                              {1, 99},
-                                              {7, 1},
-                                              {8, 4},
-                                              {8, 99},
-                                              {9, 1},
-                                              {16, 99},
-                                              {17, 1},
-                                              {32, 1},
-                                              {33, 5},
-                                              {61, 99},
-                                              {61, 1}})
+            for (const auto& [n, n_blocks] : std::vector<std::pair<int64_t, int64_t>>{{1, 1},
+                                                                                      {1, 3},
+                                                                                      {1, 99},
+                                                                                      {7, 1},
+                                                                                      {8, 4},
+                                                                                      {8, 99},
+                                                                                      {9, 1},
+                                                                                      {16, 99},
+                                                                                      {17, 1},
+                                                                                      {32, 1},
+                                                                                      {33, 5},
+                                                                                      {61, 99},
+                                                                                      {61, 1}})
                 for (const int64_t first : {0, 8}) {  // rows of 780 bytes: on 16-byte boundaries
                     INFO(dtype_name(dtype) << " C " << C << ": rows " << first << " to " << first + n - 1);
                     const Tensor part = few.tensor().slice(0, n);
@@ -292,7 +292,7 @@ TEST_CASE("few rows: a norm in front of a product, in one launch or several", "[
     const int64_t F = 24;
     const cudaStream_t stream = device().stream;
     for (const DType dtype : kFloatDTypes)
-        for (const auto& [N, C] : {std::pair<int64_t, int64_t>{1, 40}, {1, 43}, {3, 40}, {1, 2056}}) {
+        for (const auto& [N, C] : std::vector<std::pair<int64_t, int64_t>>{{1, 40}, {1, 43}, {3, 40}, {1, 2056}}) {
             INFO(dtype_name(dtype) << " N " << N << " C " << C);
             Buffer inp(dtype, {N, C}, random_values(N * C, 1)), branch(dtype, {N, C}, random_values(N * C, 2)),
                 scale(dtype, {C}, random_values(C, 3)), weight(dtype, {2 * F, C}, random_values(2 * F * C, 5, 0.05)),

@@ -251,10 +251,8 @@ TEST_CASE("head sizes that a tier cannot have are named before a kernel runs", "
 TEST_CASE("flash attention: a document's bits do not depend on what stands before it", "[flash]") {
     // Packed in a row, documents begin anywhere in a tile. In float32 they get the same bits as alone.
     const std::vector<int64_t> lengths = {37, 64, 1, 100, 13};
-    for (const auto& [D, Dv, causal, window] : {std::tuple<int64_t, int64_t, bool, int64_t>{32, 32, true, 0},
-                                                {64, 64, true, 20},
-                                                {80, 48, false, 0},
-                                                {16, 16, false, 30}}) {
+    for (const auto& [D, Dv, causal, window] : std::vector<std::tuple<int64_t, int64_t, bool, int64_t>>{
+             {32, 32, true, 0}, {64, 64, true, 20}, {80, 48, false, 0}, {16, 16, false, 30}}) {
         const Case packed{1, 215, 4, 2, D, Dv, causal, window, lengths, 0};
         const Values in = random_inputs(packed, DType::f32, 11, 3.0);
         const Result whole = Flash(packed, DType::f32, in).run();
