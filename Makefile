@@ -45,13 +45,23 @@ endif
 ISYSTEM = $(if $(filter-out /usr,$1),-isystem $1/include)
 
 # ---- which device, and why -------------------------------------------------------------------------------------------
+# Why nothing can be compiled for a GPU; empty if it can.
+ifeq ($(NVCC),)
+  NO_CUDA := no nvcc $(if $(CUDA_HOME),in CUDA_HOME=$(CUDA_HOME),here)
+else
+  NO_CUDA = $(if $(shell $(NVCC) --version 2>/dev/null | grep -E 'release ([0-9]|1[01])\.'),$(NVCC) is older than CUDA 12)
+endif
+# The architectures of the GPUs here: 80 90. The kernels need 80, which is compute capability 8.0 (Ampere), or higher.
+GPU_ARCHS  = $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep '^[0-9.]*$$' | sort -u))
+OLD_ARCHS := 30 32 35 37 50 52 53 60 61 62 70 72 75
 ifeq ($(origin DEVICE),undefined)
-  ifeq ($(NVCC),)
-    DEVICE := cpu
-    REASON := no nvcc $(if $(CUDA_HOME),in CUDA_HOME=$(CUDA_HOME),here)
+  DEVICE := cpu
+  ifneq ($(NO_CUDA),)
+    REASON := $(NO_CUDA)
   else ifeq ($(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU '),0)
-    DEVICE := cpu
     REASON := nvcc is here, but nvidia-smi shows no working GPU
+  else ifneq ($(and $(GPU_ARCHS),$(if $(filter-out $(OLD_ARCHS),$(GPU_ARCHS)),,old)),)
+    REASON := the GPU here is older than compute capability 8.0 (Ampere), which the kernels need
   else
     DEVICE := cuda
     REASON := nvcc is here, and a GPU: $(shell nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1)
@@ -62,8 +72,12 @@ endif
 ifeq ($(filter cpu cuda,$(DEVICE)),)
   $(error DEVICE=$(DEVICE): use DEVICE=cpu or DEVICE=cuda)
 endif
-ifeq ($(DEVICE)$(NVCC),cuda)
-  $(error DEVICE=cuda needs nvcc, and there is none in $(if $(CUDA_HOME),CUDA_HOME=$(CUDA_HOME),PATH or /usr/local/cuda). `make DEVICE=cpu` needs no CUDA)
+ifeq ($(DEVICE),cuda)
+  ifneq ($(NO_CUDA),)
+    $(error DEVICE=cuda needs the nvcc of CUDA 12 or newer: $(NO_CUDA). `make DEVICE=cpu` needs no CUDA)
+  else ifneq ($(and $(filter command,$(origin ARCH)),$(filter $(OLD_ARCHS),$(ARCH))),)
+    $(error ARCH=$(ARCH): the kernels need 80 (compute capability 8.0, Ampere) or higher)
+  endif
 endif
 ifeq ($(MAKELEVEL),0)
   ifeq ($(filter help doctor clean format format-check house-check compile_commands.json sanitize fuzz,$(MAKECMDGOALS)),)
@@ -181,7 +195,7 @@ ifeq ($(DEVICE),cpu)
 else
   # The architectures of the GPUs here; without a GPU those of an A100 and an H100. make DEVICE=cuda ARCH="80 90a" chooses.
   ifneq ($(origin ARCH),command line)
-    ARCH := $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep '^[0-9.]*$$' | sort -u))
+    ARCH := $(filter-out $(OLD_ARCHS),$(GPU_ARCHS))
   endif
   override ARCH := $(patsubst 90,90a,$(if $(ARCH),$(ARCH),80 90a))  # wgmma is in 90a, and 90a runs wherever 90 does
   TO_ARCH = -gencode=arch=compute_$(1)$(comma)code=sm_$(1)

@@ -479,6 +479,35 @@ TEST_CASE("make gpu-window: a kernel that hangs and one that traps do not stop t
     CHECK(!is_left_running());
 }
 
+TEST_CASE("make builds for a GPU that the kernels run on, and says why if not", "[program][harness]") {
+    const TempFolder folder;
+    make_executable(folder / "nvcc", "echo \"Cuda compilation tools, release ${RELEASE:-13.0}, V1\"\n");
+    make_executable(folder / "nvidia-smi",
+                    "case \"$*\" in -L) echo 'GPU 0: Pretender' ;; *compute_cap*) echo \"$CAP\" ;; "
+                    "*) echo Pretender ;; esac\n");
+    const auto make = [&](const std::string& variables, const std::string& flags) {
+        const Outcome outcome =
+            run_shell(concat("env -u MAKEFLAGS -u MAKELEVEL -u CUDA_HOME PATH=", folder.path, ":$PATH ", variables,
+                             " make -n V=1 ", flags, " build/cpu/layers/gelu.o build/cuda/layers/gelu.o"));
+        return outcome.out + outcome.err;
+    };
+    CHECK_THAT(make("CAP=8.6", ""), ContainsSubstring("(DEVICE=cuda): nvcc is here, and a GPU: Pretender.") &&
+                                        ContainsSubstring("code=sm_86"));
+    CHECK_THAT(make("CAP=7.5", ""),
+               ContainsSubstring("(DEVICE=cpu): the GPU here is older than compute capability 8.0"));
+    CHECK_THAT(make("CAP=\"$(printf '7.5\\n9.0')\"", ""),
+               ContainsSubstring("(DEVICE=cuda)") && ContainsSubstring("code=sm_90a") && !ContainsSubstring("sm_75"));
+    CHECK_THAT(make("CAP=8.6 RELEASE=11.5", ""),
+               ContainsSubstring("(DEVICE=cpu): ") && ContainsSubstring("older than CUDA 12."));
+    CHECK_THAT(make("RELEASE=11.5", "DEVICE=cuda"),
+               ContainsSubstring("DEVICE=cuda needs the nvcc of CUDA 12 or newer"));
+    CHECK_THAT(make("", "DEVICE=cuda ARCH='75 80'"), ContainsSubstring("ARCH=75 80: the kernels need 80"));
+    CHECK_THAT(make("CUDA_HOME=/nowhere", ""), ContainsSubstring("(DEVICE=cpu): no nvcc in CUDA_HOME=/nowhere."));
+    // A distribution's package: its headers are in /usr/include, which g++ must not search before its own.
+    CHECK_THAT(make("CUDA_HOME=/usr CAP=8.6", "NVCC=nvcc"),
+               ContainsSubstring("(DEVICE=cuda)") && !ContainsSubstring("-isystem /usr/include"));
+}
+
 TEST_CASE("make gpu-bundle: what a machine without a network lacks", "[program][harness]") {
     const TempFolder folder;
     const std::string bundle = folder / "bundle";
