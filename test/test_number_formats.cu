@@ -313,8 +313,8 @@ TEST_CASE("pairs keep their order", "[number_formats]") {
     const float2 pair{1.5f, -2.0f};
     CHECK(bits_of(__low2bfloat16(__float22bfloat162_rn(pair))) == bits_of(__nv_bfloat16(1.5f)));
     CHECK(bits_of(__high2half(__floats2half2_rn(pair.x, pair.y))) == bits_of(__half(-2.0f)));
-    CHECK(std::bit_cast<uint32_t>(__half2_raw(__float22half2_rn(pair))) ==
-          (bits_of(__half(-2.0f)) << 16 | bits_of(__half(1.5f))));
+    const __half2_raw halves = __float22half2_rn(pair);
+    CHECK(std::bit_cast<uint32_t>(halves) == (bits_of(__half(-2.0f)) << 16 | bits_of(__half(1.5f))));
     CHECK(__half22float2(__float22half2_rn(pair)).y == -2.0f);
     CHECK(__bfloat1622float2(__floats2bfloat162_rn(3.0f, 4.0f)).x == 3.0f);
     CHECK(__half22float2(__half2(__nv_fp8x2_e4m3(pair))).y == -2.0f);
