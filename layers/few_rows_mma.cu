@@ -237,8 +237,8 @@ __global__ void __launch_bounds__(kThreads, (kBlocks<kOutputs, kRowTiles, kAhead
         load_norm(row, input);
         add(row, [&] { normalise_row(row, input, blockIdx.x == 0); });
     }
-#pragma unroll
-    for (int i = 0; i < Its::kFragments; ++i) {
+    const auto store = [&](auto fragment) {
+        constexpr int i = decltype(fragment)::value;
         if (i > 0) __syncthreads();  // the fragment before it has been stored
 #pragma unroll
         for (int j = 0; j < kRowTiles; ++j)
@@ -248,7 +248,10 @@ __global__ void __launch_bounds__(kThreads, (kBlocks<kOutputs, kRowTiles, kAhead
         __syncthreads();  // the sums of all warps are there
         if constexpr (!kEarly) biases = load_biases<Its>(bias, output0 + 16 * i, s);
         store_fragment<Its>(out, biases, of_warps, output0 + 16 * i, row0, s);
-    }
+    };
+    // Not a loop: nvcc before 13.0 does not unroll one as long as this, and then the sums are in memory.
+    [&]<int... i>(std::integer_sequence<int, i...>) { (store(std::integral_constant<int, i>{}), ...); }
+    (std::make_integer_sequence<int, Its::kFragments>{});
 }
 
 // A product as few_rows_mma_forward has been told of it.
