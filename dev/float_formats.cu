@@ -64,13 +64,13 @@ double decode_fp32(uint32_t code) { return static_cast<double>(std::bit_cast<flo
 uint32_t encode_tf32(double x, bool) { return std::isnan(x) ? 0x3ffff : (encode_fp32(x, false) + 0x1000) >> 13; }
 double decode_tf32(uint32_t code) { return decode_fp32(code << 13); }
 
-uint32_t encode_bf16(double x, bool) { return __bfloat16_as_ushort(__double2bfloat16(x)); }
+uint32_t encode_bf16(double x, bool) { return static_cast<__nv_bfloat16_raw>(__double2bfloat16(x)).x; }
 double decode_bf16(uint32_t code) {
-    return static_cast<double>(__bfloat162float(__ushort_as_bfloat16(static_cast<unsigned short>(code))));
+    return static_cast<double>(__bfloat162float(__nv_bfloat16_raw{static_cast<unsigned short>(code)}));
 }
-uint32_t encode_fp16(double x, bool) { return __half_as_ushort(__double2half(x)); }
+uint32_t encode_fp16(double x, bool) { return static_cast<__half_raw>(__double2half(x)).x; }
 double decode_fp16(uint32_t code) {
-    return static_cast<double>(__half2float(__ushort_as_half(static_cast<unsigned short>(code))));
+    return static_cast<double>(__half2float(__half_raw{static_cast<unsigned short>(code)}));
 }
 template <__nv_fp8_interpretation_t format>
 uint32_t encode_fp8(double x, bool saturate) {
