@@ -28,7 +28,7 @@
 #include <thread>
 #include <utility>
 
-constexpr size_t kMaxFirstLine = 32000;       // newer versions of the library read no line of more than 32768
+constexpr size_t kMaxFirstLine = CPPHTTPLIB_REQUEST_URI_MAX_LENGTH;  // some versions wait for more behind a longer one
 constexpr size_t kMaxHeaderBytes = 64 << 10;  // of one of them at most CPPHTTPLIB_HEADER_MAX_LENGTH
 constexpr size_t kMaxChunkLine = 1000;
 constexpr int kMaxConnections = 500;   // more wait in the system's queue; often a process may have 1024 files

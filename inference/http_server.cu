@@ -316,6 +316,7 @@ class Listener : public httplib::Server {
         const std::string body = error_json({status, reason_of(status)});
         const char* const name = status == 400   ? " Bad Request"
                                  : status == 408 ? " Request Timeout"
+                                 : status == 414 ? " URI Too Long"
                                                  : " Request Header Fields Too Large";
         const std::string text =
             concat("HTTP/1.1 ", status, name,
