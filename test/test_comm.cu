@@ -13,6 +13,7 @@
 #include <set>
 #include <sstream>
 #include <thread>
+#include <utility>
 
 namespace {
 
@@ -37,6 +38,24 @@ double seconds(const std::function<void()>& f) {
     const double start = seconds_now();
     f();
     return seconds_now() - start;
+}
+
+// All ranks have come, and wait no longer than this for each other from now on. Before, the machine may be slow.
+void wait_at_most(Comm& world, double seconds) {
+    cudaCheck(cudaDeviceSynchronize());
+    world.meet_hosts();
+    world.state().patience = seconds / world.state().options.timeout_s;
+}
+
+// Does a report tell that a rank has waited for `timeout_s`? A second more may count while the machine does something
+// else: WaitedTime.
+bool has_waited(const std::string& report, double timeout_s) {
+    const std::string before = " has waited ";
+    const size_t at = report.find(before);
+    const double told = at == std::string::npos ? -1 : std::strtod(report.c_str() + at + before.size(), nullptr);
+    INFO(report);
+    CHECK((told >= timeout_s && told < timeout_s + 1.2));
+    return told >= timeout_s;
 }
 
 // Every element of x on each rank, into the test's bits: strict mode's seeds must agree on them.
@@ -240,22 +259,25 @@ TEST_CASE("hosts tell each other more than their buffer holds at a time", "[comm
 }
 
 TEST_CASE("ranks wait longer for one that reads or writes a model", "[comm]") {
-    RankOptions options = threads(3);
-    options.timeout_s = 0.1;
-    run_ranks(options, [](Comm& world) {
+    run_ranks(threads(3), [](Comm& world) {
+        double& timeout_s = world.state().options.timeout_s;
+        const double before = std::exchange(timeout_s, 0.1);  // when all have started
         world.patiently([&] {
             if (world.rank == 0) std::this_thread::sleep_for(std::chrono::milliseconds(300));
             gather_numbers(world, {1});
             if (world.rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(300));
         });
+        timeout_s = before;
     });
     // And no longer than before when that is done.
-    const std::string error = error_of(options, [](Comm& world) {
+    const std::string error = error_of(threads(3), [](Comm& world) {
+        world.state().options.timeout_s = 0.1;
         world.patiently([] {});
         if (world.rank == 0) std::this_thread::sleep_for(std::chrono::milliseconds(400));
         gather_numbers(world, {1});
     });
-    CHECK_THAT(error, ContainsSubstring("all_gather #0 of world at step 0 has waited 0."));
+    CHECK_THAT(error, ContainsSubstring("all_gather #0 of world at step 0 has waited"));
+    CHECK(has_waited(error, 0.1));
 }
 
 TEST_CASE("a mesh: who is where, and with whom", "[comm]") {
@@ -360,28 +382,30 @@ TEST_CASE("a rank that fails ends the job with its rank and its reason", "[comm]
 
     // One rank does not come: the others do not wait for ever, and know whom they miss, also behind communicators that
     // have come and gone.
-    RankOptions options = threads(3);
-    options.timeout_s = 0.3;
     std::string text;
     CHECK(seconds([&] {
-              text = error_of(options, [&](Comm& world) {
+              text = error_of(threads(3), [&](Comm& world) {
                   for (int i = 0; i < 70; ++i) world.split({0, 1, 2}, "short")->barrier(device().stream);
                   world.set_step(7);
                   step(world, 100);
+                  wait_at_most(world, 0.3);
                   if (world.rank == 1) std::this_thread::sleep_for(std::chrono::seconds(2));
                   step(world, 100);
               });
           }) < 30);
-    CHECK_THAT(text, ContainsSubstring("all_reduce #1 of world at step 7 has waited 0.3"));
+    CHECK_THAT(text, ContainsSubstring("all_reduce #1 of world at step 7 has waited"));
+    CHECK(has_waited(text, 0.3));
     CHECK_THAT(text, ContainsSubstring("missing: rank 1 (last seen after all_reduce #0 of world at step 7"));
     CHECK(text.find(" s ago), rank") == std::string::npos);
     // A message that is never sent.
-    text = error_of(options, [&](Comm& world) {
+    text = error_of(threads(3), [&](Comm& world) {
         comm_check::Buffer x(DType::f32, 10);
+        wait_at_most(world, 0.3);
         if (world.rank == 2) world.recv(x, 0, device().stream);
         cudaCheck(cudaDeviceSynchronize());
     });
-    CHECK_THAT(text, ContainsSubstring("rank 2: recv of world at step 0 has waited 0.3"));
+    CHECK_THAT(text, ContainsSubstring("rank 2: recv of world at step 0 has waited"));
+    CHECK(has_waited(text, 0.3));
     CHECK_THAT(text, ContainsSubstring("rank 0 (has not communicated yet)"));
 }
 
@@ -389,32 +413,33 @@ TEST_CASE("a rank that fails ends the job with its rank and its reason", "[comm]
 // In strict mode, where streams are asynchronous: otherwise the hosts wait inside of NCCL's calls.
 TEST_CASE("by NCCL a rank that does not come is named, and no other", "[comm][nccl]") {
     if (!strict()) SKIP_TEST("NCCL's calls wait");
-    RankOptions options = by_nccl(3);
-    options.timeout_s = 0.3;
     const auto come_too_late = [](Comm& world) {
         for (int i = 0; i < 5000 && !world.state().job->failed(); ++i)
             std::this_thread::sleep_for(std::chrono::milliseconds(2));
     };
-    const std::string of_collective = error_of(options, [&](Comm& world) {
+    const std::string of_collective = error_of(by_nccl(3), [&](Comm& world) {
         // Rank 0 and rank 2 have put a call of another communicator on a stream of its own meanwhile.
         const auto pair = world.split(world.rank == 1 ? std::vector<int>{1} : std::vector<int>{0, 2}, "pair");
         const comm_check::CommMemory memory(world, 10), pair_memory(*pair, 10);
         comm_check::Buffer x(DType::i32, 10), y(DType::i32, 10);
         const cudaStream_t second = make_stream();
         for (int i = 0; i < 3; ++i) {
+            if (i == 2) wait_at_most(world, 0.3);
             if (i == 2 && world.rank == 1) come_too_late(world);
             world.all_reduce(x, device().stream);
             pair->all_reduce(y, second);
         }
         cudaCheck(cudaDeviceSynchronize());
     });
-    CHECK_THAT(of_collective, ContainsSubstring("all_reduce #2 of world at step 0 has waited 0."));
+    CHECK_THAT(of_collective, ContainsSubstring("all_reduce #2 of world at step 0 has waited"));
+    CHECK(has_waited(of_collective, 0.3));
     CHECK_THAT(of_collective, ContainsSubstring("missing: rank 1 (last seen after all_reduce #1 of world"));
     CHECK(of_collective.find(" s ago), rank") == std::string::npos);
 
-    const std::string in_group = error_of(options, [&](Comm& world) {
+    const std::string in_group = error_of(by_nccl(3), [&](Comm& world) {
         comm_check::Buffer x(DType::f32, 10), y(DType::f32, 10);
         world.barrier(device().stream);  // connects all
+        wait_at_most(world, 0.3);
         if (world.rank != 2) come_too_late(world);
         world.group_start();
         if (world.rank == 0) world.send(x, 2, device().stream);
@@ -422,7 +447,8 @@ TEST_CASE("by NCCL a rank that does not come is named, and no other", "[comm][nc
         world.group_end();
         cudaCheck(cudaDeviceSynchronize());
     });
-    CHECK_THAT(in_group, ContainsSubstring("rank 2: recv of world at step 0 has waited 0."));
+    CHECK_THAT(in_group, ContainsSubstring("rank 2: recv of world at step 0 has waited"));
+    CHECK(has_waited(in_group, 0.3));
     CHECK_THAT(in_group, ContainsSubstring(" for a message from rank 0; missing: rank 0 (last seen after barrier #0"));
 }
 
@@ -541,23 +567,25 @@ TEST_CASE("by NCCL a message of a group ends in the trace when it has arrived", 
     RankOptions options = by_nccl(2);
     options.trace = "0";
     options.trace_folder = folder.path;
-    double seconds_of_recv = -1;
+    double sent = 0, received = -1;  // since all ranks were there
     options.after_trace = [&](const std::vector<TraceEvent>& events) {
         for (const TraceEvent& event : events)
-            if (event.what == "recv of world") seconds_of_recv = event.end - event.start;
+            if (event.what == "recv of world") received = event.end;
     };
-    run_ranks(options, [](Comm& world) {
+    run_ranks(options, [&](Comm& world) {
         comm_check::Buffer x(DType::f32, 10);
         world.barrier(device().stream);  // connects the two
         cudaCheck(cudaStreamSynchronize(device().stream));
         if (world.rank == 0) std::this_thread::sleep_for(std::chrono::milliseconds(200));
+        if (world.rank == 0) sent = seconds_now() - world.state().started;
         world.group_start();
         if (world.rank == 0) world.send(x, 1, device().stream);
         else world.recv(x, 0, device().stream);
         world.group_end();
         cudaCheck(cudaStreamSynchronize(device().stream));
     });
-    CHECK(seconds_of_recv > 0.1);
+    CHECK(sent > 0);
+    CHECK(received > sent);
 }
 #endif
 
@@ -615,7 +643,8 @@ TEST_CASE("a process that fails, hangs or is killed takes the job down, named", 
 
     CHECK(seconds([&] { run = mpirun(3, "--timeout 2 hang"); }) < 30);  // 1 is too short beside other programs
     CHECK(run.status != 0);
-    CHECK_THAT(run.err, ContainsSubstring("at step 3 has waited 2"));
+    CHECK_THAT(run.err, ContainsSubstring("at step 3 has waited"));
+    CHECK(has_waited(run.err, 2));
     CHECK_THAT(run.err, ContainsSubstring("missing: rank 1 (last seen after"));
 
     CHECK(seconds([&] { run = mpirun(3, "exit"); }) < 30);
@@ -624,7 +653,8 @@ TEST_CASE("a process that fails, hangs or is killed takes the job down, named", 
 
     CHECK(seconds([&] { run = mpirun(2, "--timeout 2 roots", "timeout 20 "); }) < 15);
     CHECK(run.status != 0);
-    CHECK_THAT(run.err, ContainsSubstring(": broadcast #0 of world at step 0 has waited 2"));
+    CHECK_THAT(run.err, ContainsSubstring(": broadcast #0 of world at step 0 has waited"));
+    CHECK(has_waited(run.err, 2));
     CHECK_THAT(run.err, ContainsSubstring("s for rank 1 to receive a message. (--comm-timeout") ||
                             ContainsSubstring("s for rank 0 to receive a message. (--comm-timeout"));
 
@@ -634,17 +664,25 @@ TEST_CASE("a process that fails, hangs or is killed takes the job down, named", 
                            "export OMPI_MCA_btl=tcp,self OMPI_MCA_btl_tcp_if_include=lo; timeout 20 ");
           }) < 15);
     CHECK(run.status == 2);
-    CHECK_THAT(run.err, ContainsSubstring("rank 0: recv of world at step 0 has waited 2") &&
+    CHECK_THAT(run.err, ContainsSubstring("rank 0: recv of world at step 0 has waited") &&
                             ContainsSubstring("s for the rest of a message from rank 1: that rank hangs"));
+    CHECK(has_waited(run.err, 2));
 
     // A process that never starts MPI: the others wait inside MPI's start, where nobody has a number yet. They come
-    // later than it ends, because of one that ends while they are there mpirun itself ends the job.
-    const std::string late = concat("sleep 1; exec ", program_path("comm_check"), " --timeout 0.4 check");
-    CHECK(seconds([&] { run = run_shell(concat("unset CUDA_CPU_STRICT; timeout 20 ", mpirun_of_two(late, "true"))); }) <
-          15);
+    // later than mpirun has seen it end, because of one that ends while they are there mpirun itself ends the job.
+    const TempFolder folder_of_late;
+    const std::string pid = folder_of_late / "pid";
+    const std::string late =
+        concat("while [ ! -s ", pid, " ] || [ -e /proc/$(cat ", pid, ") ]; do sleep 0.02; done; sleep 0.2; exec ",
+               program_path("comm_check"), " --timeout 0.4 check");
+    CHECK(seconds([&] {
+              run = run_shell(
+                  concat("unset CUDA_CPU_STRICT; timeout 20 ", mpirun_of_two(late, concat("echo $$ > ", pid))));
+          }) < 15);
     CHECK(run.status == 2);
-    CHECK_THAT(run.err, ContainsSubstring("the start: MPI has waited 2") &&
+    CHECK_THAT(run.err, ContainsSubstring("the start: MPI has waited") &&
                             ContainsSubstring("one of them has ended, hangs, or was started as another program"));
+    CHECK(has_waited(run.err, 2));
 
     // kill -9 at moments of its own: the pid is in the output; mpirun's report names the rank and the signal.
     for (const char* moment : {"0.3", "0.7"}) {
@@ -693,15 +731,14 @@ TEST_CASE("threads that hang take the process down", "[comm][program]") {
           }) < 40);
 #ifdef CUDA_ON_CPU
     const std::string by_nccl = slurp(folder / "nccl");
-    CHECK_THAT(by_nccl, ContainsSubstring("at step 3 has waited 1") && ContainsSubstring("missing: rank 1 (last seen"));
+    CHECK_THAT(by_nccl, ContainsSubstring("at step 3 has waited") && ContainsSubstring("missing: rank 1 (last seen"));
+    CHECK(has_waited(by_nccl, 1));
     CHECK_THAT(by_nccl, ContainsSubstring("3 of 3 ranks have not ended within 10 s"));
 #endif
     CHECK(run.status == 2);
     CHECK_THAT(run.err, ContainsSubstring("missing: rank 1 (last seen after"));
     CHECK_THAT(run.err, ContainsSubstring("1 of 3 ranks have not ended"));
-    const std::string waited = "has waited ";
-    REQUIRE(run.err.find(waited) != std::string::npos);
-    CHECK(std::stod(run.err.substr(run.err.find(waited) + waited.size())) < 4);
+    CHECK(has_waited(run.err, 2));
 }
 
 #ifdef CUDA_ON_CPU
