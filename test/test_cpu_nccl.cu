@@ -1,10 +1,12 @@
 // The CPU device's NCCL (cpu/nccl.h): what streams and hosts wait for, the order of sums, groups, splits, aborts. What
 // it reports is in wrong_kernels.cu; all collectives are in test_comm.cu.
+#include "temp_folder.h"
 #include "test.h"
 
 #ifdef CUDA_ON_CPU
 
 #include <nccl.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
@@ -68,6 +70,21 @@ void run(int n, const std::function<void(Rank&)>& f) {
 bool comes_true(const std::function<bool()>& ready, int milliseconds) {
     for (int i = 0; i < milliseconds && !ready(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     return ready();
+}
+
+// Does the caller's thread wait for something, as another one may ask? It sleeps (the letter behind its name tells), or,
+// in strict mode, looks again and again: that takes 2 ms of a core's time, and the way to a call does not.
+std::function<bool()> wait_of_this_thread() {
+    clockid_t clock;
+    ::pthread_getcpuclockid(::pthread_self(), &clock);
+    const auto ms = [clock] {
+        timespec time{};
+        ::clock_gettime(clock, &time);
+        return 1e3 * static_cast<double>(time.tv_sec) + 1e-6 * static_cast<double>(time.tv_nsec);
+    };
+    return [ms, before = ms(), stat = concat("/proc/self/task/", ::gettid(), "/stat")] {
+        return slurp(stat).find(") S") != std::string::npos || ms() > before + 2;
+    };
 }
 
 }  // namespace
@@ -167,10 +184,12 @@ TEST_CASE("an abort ends what waits, on a host and on a stream", "[cpu][nccl]") 
     run(2, [](Rank& its) {
         if (its.rank == 1) return must(ncclCommAbort(its.comm));  // it never comes to what rank 0 waits for
         float* const data = its.put(std::vector<float>{1});
-        std::thread other([&] {
-            std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        std::atomic<bool> calls = false;
+        std::thread other([&, waits = wait_of_this_thread()] {  // an abort before the call would be a fault
+            comes_true([&] { return calls && waits(); }, 20'000);
             must(ncclCommAbort(its.comm));
         });
+        calls = true;
         const ncclResult_t result = ncclAllReduce(data, data, 1, ncclFloat32, ncclSum, its.comm, its.stream);
         other.join();
         check(result == ncclInternalError, "the first collective waits for the other host");
