@@ -72,8 +72,8 @@ bool comes_true(const std::function<bool()>& ready, int milliseconds) {
     return ready();
 }
 
-// Does the caller's thread wait for something, as another one may ask? It sleeps (the letter behind its name tells), or,
-// in strict mode, looks again and again: that takes 2 ms of a core's time, and the way to a call does not.
+// Does the caller's thread wait, as another one may ask? It sleeps (the letter behind its name tells), or, in strict
+// mode, looks again and again: that takes 2 ms of a core's time, and the way to a call does not.
 std::function<bool()> wait_of_this_thread() {
     clockid_t clock;
     ::pthread_getcpuclockid(::pthread_self(), &clock);
