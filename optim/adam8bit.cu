@@ -243,9 +243,9 @@ class Adam8bit final : public Optimizer {
         for (size_t u = 0; u < units_.size(); ++u)
             for (const Param& param : units_[u].params) {
                 const int64_t n_blocks = ceil_div(param.value.n(), kBlockN);
-                for (const auto& [kind, codes] : {std::pair("m_codes", m_codes_), {"v_codes", v_codes_}})
+                for (const auto& [kind, codes] : {std::pair("m_codes", m_codes_), std::pair("v_codes", v_codes_)})
                     all.push_back({kind, param.name, u, codes.slice(first, n_blocks), 4});
-                for (const auto& [kind, scales] : {std::pair("m_scales", m_scales_), {"v_scales", v_scales_}})
+                for (const auto& [kind, scales] : {std::pair("m_scales", m_scales_), std::pair("v_scales", v_scales_)})
                     all.push_back({kind, param.name, u, scales.slice(first, n_blocks), kBlockN});
                 first += n_blocks;
             }

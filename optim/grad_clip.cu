@@ -254,7 +254,7 @@ SquareSums::SquareSums(Arena& arena, const std::string& what, const std::vector<
 }
 
 void SquareSums::init(cudaStream_t stream) {
-    for (const auto& [to, from] : {std::pair(blocks_, &host_blocks_), {parts_, &host_parts_}})
+    for (const auto& [to, from] : {std::pair(blocks_, &host_blocks_), std::pair(parts_, &host_parts_)})
         if (!from->empty())
             cudaCheck(cudaMemcpyAsync(to.data, from->data(), to.bytes(), cudaMemcpyHostToDevice, stream));
 }

@@ -33,7 +33,47 @@ std::string wrong_includes(const std::vector<std::pair<std::string, std::string>
     return outcome.out;
 }
 
+// Where in a text is a list behind ":" whose first element alone names its type: for (... : {T{1}, {2}})? Its lines.
+std::vector<int64_t> half_typed_lists(const std::string& text) {
+    std::vector<int64_t> lines;
+    for (size_t at = text.find(": {"); at != std::string::npos; at = text.find(": {", at + 1)) {
+        size_t end = text.find_first_of("({", at + 3);
+        if (end == std::string::npos || text.find_first_of(";\"=", at) < end || end == at + 3) continue;
+        for (int depth = 0; end < text.size(); ++end) {
+            depth += (text[end] == '(' || text[end] == '{') - (text[end] == ')' || text[end] == '}');
+            if (depth == 0) break;
+        }
+        if (end + 1 >= text.size() || text[end + 1] != ',') continue;
+        const size_t next = text.find_first_not_of(" \n", end + 2);
+        if (next != std::string::npos && text[next] == '{')
+            lines.push_back(1 + std::count(text.begin(), text.begin() + static_cast<std::ptrdiff_t>(at), '\n'));
+    }
+    return lines;
+}
+
 }  // namespace
+
+TEST_CASE("what nvcc compiles can be compiled by that of CUDA 12.0 to 12.4: lists name the type of each element",
+          "[sources]") {
+    CHECK(half_typed_lists("for (auto [a, b] : {std::pair(1, f(2)),\n {3, 4}})") == std::vector<int64_t>{1});
+    CHECK(half_typed_lists("\nfor (Size size : {Size{1, 2}, {3, 4}})") == std::vector<int64_t>{2});
+    CHECK(half_typed_lists("for (Size size : {Size{1, 2}, Size{3, 4}}) f({1}, {2}); case 1: {f(1); {}}").empty());
+    int n_files = 0;
+    for (const char* const folder : {"core", "layers", "optim", "inference", "parallel", "planning", "dev", "test"})
+        for (const auto& entry : std::filesystem::recursive_directory_iterator(folder)) {
+            const std::string file = entry.path().string(), extension = entry.path().extension();
+            if (extension != ".cu" && extension != ".cuh" && extension != ".h") continue;
+            const std::string text = slurp(file);
+            // As in the Makefile.
+            const bool has_kernels = text.find("__global__") != std::string::npos ||
+                                     text.find("<<<") != std::string::npos || text.find(".cuh\"") != std::string::npos;
+            if ((extension == ".cu" && !has_kernels) || file == "test/test_sources.cu") continue;
+            ++n_files;
+            INFO(file);
+            CHECK(half_typed_lists(text) == std::vector<int64_t>{});
+        }
+    CHECK(n_files > 100);
+}
 
 TEST_CASE("floors: no file of ours includes upwards", "[program][sources]") {
     if (!python_is_here()) SKIP_TEST("needs Python; LLM_PYTHON names it");
