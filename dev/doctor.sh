@@ -142,7 +142,9 @@ mpi_line() {
 if ! has mpirun; then
     no "MPI" "no mpirun" "only for several machines: apt install openmpi-bin libopenmpi-dev"
 elif out=$(mpi_line); then
-    yes "MPI" "$(first_line mpirun --version); eight ranks on this machine: $out"
+    mpi=$(first_line mpirun --version)
+    [[ $mpi == *[0-9]* ]] || mpi=$(first_line ompi_info --version)  # Ubuntu 26.04's mpirun lacks all of its texts
+    yes "MPI" "$mpi; eight ranks on this machine: $out"
 else
     no "MPI" "mpirun -np 8 true fails: $(grep -m 1 '[a-z]' "$work/log")" "--ranks 8 instead: ranks as threads of one process"
 fi
