@@ -43,6 +43,7 @@ else
 endif
 # Not for /usr, where a distribution's package has CUDA: g++ finds /usr/include itself, and its own headers must come before it.
 ISYSTEM = $(if $(filter-out /usr,$1),-isystem $1/include)
+CUDA_LIB = $(if $(filter-out /usr,$(CUDA_HOME)),-L$(CUDA_HOME)/$1 -Wl$(comma)-rpath$(comma)$(CUDA_HOME)/$1)
 
 # ---- which device, and why -------------------------------------------------------------------------------------------
 # Why nothing can be compiled for a GPU; empty if it can.
@@ -204,8 +205,10 @@ else
                -Xcompiler=$(subst $(space),$(comma),$(strip -fopenmp $(FLOAT_FLAGS) $(WARNINGS) $(JSON_CFLAGS) $(BUNDLE_INCLUDE)))
   CXXFLAGS  += $(call ISYSTEM,$(CUDA_HOME))
   ARCHFLAGS := $(foreach a,$(ARCH),$(call TO_ARCH,$(a)))
-  LINK      := $(NVCC) $(NVCCFLAGS) $(ARCHFLAGS)
-  LDLIBS    := -Xlinker=-rpath,$(CUDA_HOME)/lib64 -lcublasLt $(TEXT_LIBS) -lgomp -lpthread
+  # Linked by the C++ compiler that most files are compiled by: where nvcc needs an older one beside it, it would link with the
+  # older one's library.
+  LINK      := $(CXX) $(CXXFLAGS)
+  LDLIBS    := $(call CUDA_LIB,lib64) -lcublasLt -lcudart_static -ldl -lrt $(TEXT_LIBS) -lpthread
 endif
 
 # MPI and NCCL are optional: without them ranks are threads of one process. Only one file of each sees the header. The CPU device
@@ -221,7 +224,7 @@ ifeq ($(DEVICE),cpu)
 else
   ifneq ($(wildcard $(CUDA_HOME)/include/nccl.h /usr/include/nccl.h),)
     NCCL_CFLAGS := -DHAVE_NCCL
-    LDLIBS      += $(if $(wildcard $(CUDA_HOME)/lib/libnccl.so),-L$(CUDA_HOME)/lib -Xlinker=-rpath$(comma)$(CUDA_HOME)/lib) -lnccl
+    LDLIBS      += $(if $(wildcard $(CUDA_HOME)/lib/libnccl.so),$(call CUDA_LIB,lib)) -lnccl
   endif
 endif
 # cpp-httplib is optional, too: it is for generate --serve. In Debian and Ubuntu it is a library, and pkg-config knows the macros
