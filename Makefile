@@ -200,7 +200,9 @@ else
   endif
   override ARCH := $(patsubst 90,90a,$(if $(ARCH),$(ARCH),80 90a))  # wgmma is in 90a, and 90a runs wherever 90 does
   TO_ARCH = -gencode=arch=compute_$(1)$(comma)code=sm_$(1)
-  NVCCFLAGS := -std=c++20 $(if $(filter 1,$(DEBUG)),-O0 -g -G,-O3 -lineinfo) -I. -DCXX_INCLUDE_DIR='"$(CXX_INCLUDE_DIR)"' \
+  # With lines ptxas of CUDA 12.0 crashes.
+  LINEINFO := $(if $(shell $(NVCC) --version 2>/dev/null | grep 'release 12\.0,'),,-lineinfo)
+  NVCCFLAGS := -std=c++20 $(if $(filter 1,$(DEBUG)),-O0 -g -G,-O3 $(LINEINFO)) -I. -DCXX_INCLUDE_DIR='"$(CXX_INCLUDE_DIR)"' \
                -Wno-deprecated-gpu-targets -Xptxas=-v \
                -Xcompiler=$(subst $(space),$(comma),$(strip -fopenmp $(FLOAT_FLAGS) $(WARNINGS) $(JSON_CFLAGS) $(BUNDLE_INCLUDE)))
   CXXFLAGS  += $(call ISYSTEM,$(CUDA_HOME))

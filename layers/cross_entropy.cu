@@ -155,8 +155,9 @@ void launch(const char* operation, Tensor losses, Tensor logits, Tensor targets,
                                            static_cast<int>(rows.shared_bytes)));
         cross_entropy_kernel<T, kN, kBackward><<<rows.teams.grid, rows.teams.block, rows.shared_bytes, stream>>>(
             losses.ptr<float>(), logits.ptr<T>(), targets.ptr<int>(), N, n_tokens, n_columns, dloss, rows.kept_n);
+        const int64_t token_bytes = bytes_of_tokens<T, kN>(logits, V);
         launched("cross_entropy_kernel",
-                 {.reads = bytes_of_tokens<T, kN>(logits, V) + bytes_of(targets),
+                 {.reads = token_bytes + bytes_of(targets),
                   .writes = bytes_of(losses) + (kBackward ? bytes_of(logits) : 0),
                   .again = kBackward ? rows.again_bytes : 0,
                   .flops = static_cast<double>(N * V) * (kForwardFlops + (kBackward ? kBackwardFlops : 0))});
@@ -223,7 +224,8 @@ void cross_entropy_parts(Tensor max, Tensor sums, Tensor logits, Tensor targets,
         cross_entropy_parts_kernel<T, kN><<<teams.grid, teams.block, 0, stream>>>(
             max.ptr<float>(), sums.ptr<float>(), logits.ptr<T>(), targets.ptr<int>(), logits.shape[0], first_token,
             n_tokens, n_columns);
-        launched("cross_entropy_parts_kernel", {.reads = bytes_of_tokens<T, kN>(logits, V) + bytes_of(targets),
+        const int64_t token_bytes = bytes_of_tokens<T, kN>(logits, V);
+        launched("cross_entropy_parts_kernel", {.reads = token_bytes + bytes_of(targets),
                                                 .writes = bytes_of(max, sums),
                                                 .flops = static_cast<double>(max.n() * V) * kForwardFlops});
     });
@@ -254,8 +256,9 @@ void cross_entropy_finish(Tensor losses, Tensor logits, Tensor targets, Tensor a
         cross_entropy_finish_kernel<T, kN><<<teams.grid, teams.block, 0, stream>>>(
             losses.ptr<float>(), logits.ptr<T>(), targets.ptr<int>(), all_max.ptr<float>(), all_sums.ptr<float>(),
             logits.shape[0], first_token, n_tokens, n_columns, dloss, backward);
+        const int64_t token_bytes = bytes_of_tokens<T, kN>(logits, V);
         launched("cross_entropy_finish_kernel",
-                 {.reads = bytes_of(targets, all_max, all_sums) + (backward ? bytes_of_tokens<T, kN>(logits, V) : 0),
+                 {.reads = bytes_of(targets, all_max, all_sums) + (backward ? token_bytes : 0),
                   .writes = bytes_of(losses) + (backward ? bytes_of(logits) : 0),
                   .flops = backward ? static_cast<double>(losses.n() * V) * kBackwardFlops : 0});
     });

@@ -91,8 +91,8 @@ void log_probabilities(Tensor results, Tensor logits, Tensor rules, int64_t V, c
             results.ptr<int>(), logits.ptr<T>(), structs<SamplingRule>(rules), narrow(V, "vocabulary"),
             narrow(Vp, "columns of logits"), narrow(results.shape[1], "columns of results"));
         // The n most probable tokens are looked for in pieces that a cache still has.
-        launched("log_probabilities_kernel", {.reads = bytes_of_tokens<T, decltype(chunk)::n>(logits, V) +
-                                                       bytes_of(rules) + rows * int64_t{sizeof(int)},
+        const int64_t token_bytes = bytes_of_tokens<T, decltype(chunk)::n>(logits, V);
+        launched("log_probabilities_kernel", {.reads = token_bytes + bytes_of(rules) + rows * int64_t{sizeof(int)},
                                               .writes = bytes_of(results),
                                               .flops = 4.0 * static_cast<double>(rows * V)});
     });

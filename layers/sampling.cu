@@ -207,9 +207,9 @@ void adjust_logits(Tensor x, Tensor logits, Tensor rules, Tensor adjustments, in
                                                structs<LogitAdjustment>(adjustments), static_cast<int>(V),
                                                narrow(Vp, "columns of logits"), static_cast<int>(columns));
         const int64_t adjusted = adjustments.shape[0] * int64_t{sizeof(float)};  // of x: read when it has been written
+        const int64_t token_bytes = bytes_of_tokens<T, decltype(chunk)::n>(logits, V);
         launched("adjust_kernel",
-                 {.reads = bytes_of_tokens<T, decltype(chunk)::n>(logits, V) + bytes_of(rules, adjustments) + adjusted,
-                  .writes = bytes_of(x)});
+                 {.reads = token_bytes + bytes_of(rules, adjustments) + adjusted, .writes = bytes_of(x)});
     });
 }
 

@@ -254,9 +254,10 @@ SquareSums::SquareSums(Arena& arena, const std::string& what, const std::vector<
 }
 
 void SquareSums::init(cudaStream_t stream) {
-    for (const auto& [to, from] : {std::pair(blocks_, &host_blocks_), std::pair(parts_, &host_parts_)})
-        if (!from->empty())
-            cudaCheck(cudaMemcpyAsync(to.data, from->data(), to.bytes(), cudaMemcpyHostToDevice, stream));
+    const auto upload = [stream](Tensor to, const auto& from) {
+        if (!from.empty()) cudaCheck(cudaMemcpyAsync(to.data, from.data(), to.bytes(), cudaMemcpyHostToDevice, stream));
+    };
+    upload(blocks_, host_blocks_), upload(parts_, host_parts_);
 }
 
 static Clip clip_of(Tensor sums, const ClipScale& clip) {
