@@ -491,9 +491,9 @@ TEST_CASE("make builds for a GPU that the kernels run on, and says why if not", 
                     "case \"$*\" in -L) echo 'GPU 0: Pretender' ;; *compute_cap*) echo \"$CAP\" ;; "
                     "*) echo Pretender ;; esac\n");
     const auto make = [&](const std::string& variables, const std::string& flags) {
-        const Outcome outcome =
-            run_shell(concat("env -u MAKEFLAGS -u MAKELEVEL -u CUDA_HOME PATH=", folder.path, ":$PATH ", variables,
-                             " make -n V=1 ", flags, " build/cpu/layers/gelu.o build/cuda/layers/gelu.o"));
+        const Outcome outcome = run_shell(
+            concat("env -u MAKEFLAGS -u MAKELEVEL -u DEVICE -u ARCH -u NVCC -u CUDA_HOME PATH=", folder.path, ":$PATH ",
+                   variables, " make -n V=1 ", flags, " build/cpu/layers/gelu.o build/cuda/layers/gelu.o"));
         return outcome.out + outcome.err;
     };
     CHECK_THAT(make("CAP=8.6", ""), ContainsSubstring("(DEVICE=cuda): nvcc is here, and a GPU: Pretender.") &&
