@@ -43,7 +43,7 @@ else
 endif
 # Not for /usr, where a distribution's package has CUDA: g++ finds /usr/include itself, and its own headers must come before it.
 ISYSTEM = $(if $(filter-out /usr,$1),-isystem $1/include)
-CUDA_LIB = $(if $(filter-out /usr,$(CUDA_HOME)),-L$(CUDA_HOME)/$1 -Wl$(comma)-rpath$(comma)$(CUDA_HOME)/$1)
+CUDA_LIB = $(foreach l,$(if $(filter-out /usr,$(CUDA_HOME)),$(wildcard $(CUDA_HOME)/lib64 $(CUDA_HOME)/lib)),-L$l -Wl$(comma)-rpath$(comma)$l)
 
 # ---- which device, and why -------------------------------------------------------------------------------------------
 # Why nothing can be compiled for a GPU; empty if it can.
@@ -210,7 +210,7 @@ else
   # Linked by the C++ compiler that most files are compiled by: where nvcc needs an older one beside it, it would link with the
   # older one's library.
   LINK      := $(CXX) $(CXXFLAGS)
-  LDLIBS    := $(call CUDA_LIB,lib64) -lcublasLt -lcudart_static -ldl -lrt $(TEXT_LIBS) -lpthread
+  LDLIBS    := $(CUDA_LIB) -lcublasLt -lcudart_static -ldl -lrt $(TEXT_LIBS) -lpthread
 endif
 
 # MPI and NCCL are optional: without them ranks are threads of one process. Only one file of each sees the header. The CPU device
@@ -226,7 +226,7 @@ ifeq ($(DEVICE),cpu)
 else
   ifneq ($(wildcard $(CUDA_HOME)/include/nccl.h /usr/include/nccl.h),)
     NCCL_CFLAGS := -DHAVE_NCCL
-    LDLIBS      += $(if $(wildcard $(CUDA_HOME)/lib/libnccl.so),$(call CUDA_LIB,lib)) -lnccl
+    LDLIBS      += -lnccl
   endif
 endif
 # cpp-httplib is optional, too: it is for generate --serve. In Debian and Ubuntu it is a library, and pkg-config knows the macros
