@@ -46,14 +46,17 @@ ISYSTEM = $(if $(filter-out /usr,$1),-isystem $1/include)
 CUDA_LIB = $(foreach l,$(if $(filter-out /usr,$(CUDA_HOME)),$(wildcard $(CUDA_HOME)/lib64 $(CUDA_HOME)/lib)),-L$l -Wl$(comma)-rpath$(comma)$l)
 
 # ---- which device, and why -------------------------------------------------------------------------------------------
+# What takes a program to find out is found out when it is first needed, and once.
+once = $(eval $1 := $(shell $2))$($1)
+CUDA_RELEASE = $(call once,CUDA_RELEASE,$(NVCC) --version 2>/dev/null | sed -n 's/.*release \([0-9.]*\).*/\1/p')
 # Why nothing can be compiled for a GPU; empty if it can.
 ifeq ($(NVCC),)
   NO_CUDA := no nvcc $(if $(CUDA_HOME),in CUDA_HOME=$(CUDA_HOME),here)
 else
-  NO_CUDA = $(if $(shell $(NVCC) --version 2>/dev/null | grep -E 'release ([0-9]|1[01])\.'),$(NVCC) is older than CUDA 12)
+  NO_CUDA = $(if $(filter $(addsuffix .%,1 2 3 4 5 6 7 8 9 10 11),$(CUDA_RELEASE)),$(NVCC) is older than CUDA 12)
 endif
 # The architectures of the GPUs here: 80 90. The kernels need 80, which is compute capability 8.0 (Ampere), or higher.
-GPU_ARCHS  = $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep '^[0-9.]*$$' | sort -u))
+GPU_ARCHS  = $(call once,GPU_ARCHS,nvidia-smi --query-gpu=compute_cap --format=csv$(comma)noheader 2>/dev/null | grep '^[0-9.]*$$' | tr -d . | sort -u)
 OLD_ARCHS := 30 32 35 37 50 52 53 60 61 62 70 72 75
 ifeq ($(origin DEVICE),undefined)
   DEVICE := cpu
@@ -201,7 +204,7 @@ else
   override ARCH := $(patsubst 90,90a,$(if $(ARCH),$(ARCH),80 90a))  # wgmma is in 90a, and 90a runs wherever 90 does
   TO_ARCH = -gencode=arch=compute_$(1)$(comma)code=sm_$(1)
   # With lines ptxas of CUDA 12.0 crashes.
-  LINEINFO := $(if $(shell $(NVCC) --version 2>/dev/null | grep 'release 12\.0,'),,-lineinfo)
+  LINEINFO := $(if $(filter 12.0,$(CUDA_RELEASE)),,-lineinfo)
   NVCCFLAGS := -std=c++20 $(if $(filter 1,$(DEBUG)),-O0 -g -G,-O3 $(LINEINFO)) -I. -DCXX_INCLUDE_DIR='"$(CXX_INCLUDE_DIR)"' \
                -Wno-deprecated-gpu-targets -Xptxas=-v \
                -Xcompiler=$(subst $(space),$(comma),$(strip -fopenmp $(FLOAT_FLAGS) $(WARNINGS) $(JSON_CFLAGS) $(BUNDLE_INCLUDE)))
