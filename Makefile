@@ -55,9 +55,11 @@ ifeq ($(NVCC),)
 else
   NO_CUDA = $(if $(filter $(addsuffix .%,1 2 3 4 5 6 7 8 9 10 11),$(CUDA_RELEASE)),$(NVCC) is older than CUDA 12)
 endif
-# The architectures of the GPUs here: 80 90. The kernels need 80, which is compute capability 8.0 (Ampere), or higher.
+# The architectures of the GPUs here: 80 90. The kernels need 75, which is compute capability 7.5 (Turing), or higher.
 GPU_ARCHS  = $(call once,GPU_ARCHS,nvidia-smi --query-gpu=compute_cap --format=csv$(comma)noheader 2>/dev/null | grep '^[0-9.]*$$' | tr -d . | sort -u)
-OLD_ARCHS := 30 32 35 37 50 52 53 60 61 62 70 72 75
+OLD_ARCHS := 30 32 35 37 50 52 53 60 61 62 70 72
+NVCC_ARCHS = $(call once,NVCC_ARCHS,$(NVCC) --list-gpu-code 2>/dev/null | sed -n 's/^sm_//p')
+USED_ARCHS = $(filter $(NVCC_ARCHS),$(filter-out $(OLD_ARCHS),$(GPU_ARCHS)))
 ifeq ($(origin DEVICE),undefined)
   DEVICE := cpu
   ifneq ($(NO_CUDA),)
@@ -65,7 +67,9 @@ ifeq ($(origin DEVICE),undefined)
   else ifeq ($(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU '),0)
     REASON := nvcc is here, but nvidia-smi shows no working GPU
   else ifneq ($(and $(GPU_ARCHS),$(if $(filter-out $(OLD_ARCHS),$(GPU_ARCHS)),,old)),)
-    REASON := the GPU here is older than compute capability 8.0 (Ampere), which the kernels need
+    REASON := the GPU here is older than compute capability 7.5 (Turing), which the kernels need
+  else ifneq ($(and $(GPU_ARCHS),$(if $(USED_ARCHS),,new)),)
+    REASON := the nvcc of CUDA $(CUDA_RELEASE) cannot compile for the GPU here, sm_$(firstword $(GPU_ARCHS)): install a newer CUDA
   else
     DEVICE := cuda
     REASON := nvcc is here, and a GPU: $(shell nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1)
@@ -80,7 +84,7 @@ ifeq ($(DEVICE),cuda)
   ifneq ($(NO_CUDA),)
     $(error DEVICE=cuda needs the nvcc of CUDA 12 or newer: $(NO_CUDA). `make DEVICE=cpu` needs no CUDA)
   else ifneq ($(and $(filter command,$(origin ARCH)),$(filter $(OLD_ARCHS),$(ARCH))),)
-    $(error ARCH=$(ARCH): the kernels need 80 (compute capability 8.0, Ampere) or higher)
+    $(error ARCH=$(ARCH): the kernels need 75 (compute capability 7.5, Turing) or higher)
   endif
 endif
 ifeq ($(MAKELEVEL),0)
@@ -199,7 +203,7 @@ ifeq ($(DEVICE),cpu)
 else
   # The architectures of the GPUs here; without a GPU those of an A100 and an H100. make DEVICE=cuda ARCH="80 90a" chooses.
   ifneq ($(origin ARCH),command line)
-    ARCH := $(filter-out $(OLD_ARCHS),$(GPU_ARCHS))
+    ARCH := $(USED_ARCHS)
   endif
   override ARCH := $(patsubst 90,90a,$(if $(ARCH),$(ARCH),80 90a))  # wgmma is in 90a, and 90a runs wherever 90 does
   TO_ARCH = -gencode=arch=compute_$(1)$(comma)code=sm_$(1)
@@ -423,7 +427,7 @@ $(BUILD)/sm_$(1)/%.ptxas: %.cu $(BUILD)/flags
 	$(Q)$(CACHED_NVCC) $(NVCCFLAGS) $$(call unoptimized,$$*) $(call TO_ARCH,$(1)) -MD -MP -MT $$@ -MF $$(@:.ptxas=.d) -cubin -c $$< -o $$(@:.ptxas=.cubin) \
 	    $$(call report,$$@,$$(call serialized,$$*))
 endef
-$(foreach a,$(sort 80 90a $(ARCH)),$(eval $(call kernels_alone,$(a))))
+$(foreach a,$(sort 75 80 90a $(ARCH)),$(eval $(call kernels_alone,$(a))))
 
 # No kernel of the product spills registers, on an A100 and on an H100. For that of the two which this build is not for, only
 # kernels are compiled. (Hopper's own are for no other GPU.)
@@ -434,11 +438,12 @@ spills: $(BUILD)/libllm.a $(foreach a,$(filter-out $(ARCH),80 90a),$(patsubst %.
 
 # Do the tests and dev/ compile for a GPU? Of files with kernels only those are compiled, and the others are only read. (Whether
 # all can be linked, and what their host code does, is seen on the CPU.) And Hopper's instructions for an A100, where they stop
-# the kernel.
+# the kernel, and an A100's for a T4, where others stand for them.
 CHECKED      := $(TESTS) $(DEV:%=%.cu) $(TEST_PROGRAMS:%=test/%.cu)
 CHECKED_CUDA := $(call with_kernels,$(CHECKED))
 compiles: $(PROFILE_LIBRARY) $(CHECKED_CUDA:%.cu=$(BUILD)/sm_$(lastword $(ARCH))/%.ptxas) \
-          $(patsubst %.cu,$(BUILD)/read/%,$(filter-out $(CHECKED_CUDA),$(CHECKED))) $(BUILD)/sm_80/test/test_ptx_hopper.ptxas
+          $(patsubst %.cu,$(BUILD)/read/%,$(filter-out $(CHECKED_CUDA),$(CHECKED))) $(BUILD)/sm_80/test/test_ptx_hopper.ptxas \
+          $(BUILD)/sm_75/test/test_ptx.ptxas
 $(BUILD)/read/%: %.cu $(BUILD)/flags
 	$(say) READ $<
 	@mkdir -p $(@D)

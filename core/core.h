@@ -346,6 +346,8 @@ struct Device {
     int index = 0;
     std::string name;                        // "NVIDIA H200" or "CPU device (AMD EPYC, 2 threads)"
     int sm_count = 1;                        // streaming multiprocessors (on the CPU device: OpenMP threads)
+    int capability = 0;                      // compute capability, 10 major + minor: 90 is 9.0
+    int block_shared_bytes = 0;              // shared memory that a block may ask for
     cudaStream_t stream = nullptr;           // where the model's kernels run
     struct cublasLtContext* blas = nullptr;  // cublasLtHandle_t (matmul_plan.cu)
     void* blas_workspace = nullptr;

@@ -37,6 +37,8 @@ Device& open_device(int index) {
     opened->index = index;
     opened->name = properties.name;
     opened->sm_count = properties.multiProcessorCount;
+    opened->capability = 10 * properties.major + properties.minor;
+    opened->block_shared_bytes = static_cast<int>(properties.sharedMemPerBlockOptin);
     opened->stream = make_stream();
     cublasCheck(cublasLtCreate(&opened->blas));
     cudaCheck(cudaMalloc(&opened->arrivals, kArrivals * sizeof(unsigned)));

@@ -171,9 +171,7 @@ __global__ void __launch_bounds__(kKeptBlock)
 
 size_t kept_bytes(const Problem& p) { return static_cast<size_t>(p.logits.shape[1]) * sizeof(float); }
 bool rows_fit(const Problem& p) {
-    int most = 0;
-    cudaCheck(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device().index));
-    return kept_bytes(p) + 2 * kWarp * sizeof(float) <= static_cast<size_t>(most);
+    return kept_bytes(p) + 2 * kWarp * sizeof(float) <= static_cast<size_t>(device().block_shared_bytes);
 }
 
 void cross_entropy_kept(const Problem& p, cudaStream_t stream) {

@@ -335,11 +335,18 @@ void dispatch_16_bit(DType dtype, F&& f) {
     else f(__half{});
 }
 
+constexpr int mma_bytes(int stages) { return stages * kMmaStageBytes + kTileAlignment; }
+
+// Why a rung with so many stages cannot run; null: it can.
+const char* no_stages(int stages) {
+    return mma_bytes(stages) > device().block_shared_bytes ? "needs more shared memory than a block has here" : nullptr;
+}
+
 template <int kStages>
 void launch_mma(const Problem& p, cudaStream_t stream) {
     dispatch_16_bit(p.out.dtype, [&](auto zero) {
         using T = decltype(zero);
-        constexpr int kBytes = kStages * kMmaStageBytes + kTileAlignment;
+        constexpr int kBytes = mma_bytes(kStages);
         allow_shared(matmul_mma_kernel<T, kStages>, kBytes);
         const dim3 grid(blocks_along(p.N, kMmaTileN), blocks_along(p.M, kTileM));
         matmul_mma_kernel<T, kStages><<<grid, kMmaThreads, kBytes, stream>>>(p.out.ptr<T>(), p.a.ptr<T>(), p.b.ptr<T>(),
@@ -471,8 +478,8 @@ void climb(Ladder& ladder) {
         else rung(name, why, launch);
     };
     const char* why_no_wgmma = no_wgmma(p);
-    tensor_rung("tensor cores", "mma.sync, 64 x 32 elements per warp; cp.async, swizzled", matmul_mma, nullptr);
-    tensor_rung("three stages", "two tiles in flight", matmul_mma_stages, nullptr);
+    tensor_rung("tensor cores", "mma.sync, 64 x 32 elements per warp; cp.async, swizzled", matmul_mma, no_stages(2));
+    tensor_rung("three stages", "two tiles in flight", matmul_mma_stages, no_stages(3));
     tensor_rung("wgmma", "operands in shared memory; a producer, two consumers", matmul_wgmma, why_no_wgmma);
     tensor_rung("persistent", "128 x 256; the next tile is loaded while this one is stored", matmul_wgmma_persistent,
                 why_no_wgmma);

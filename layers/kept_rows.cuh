@@ -47,9 +47,7 @@ struct KeptRows {
 inline KeptRows kept_rows(int64_t n_rows, int64_t V, int64_t row_n, int64_t element_bytes, int chunk_n,
                           int64_t static_bytes) {
     constexpr int64_t kMultiprocessors = 132, kCacheBytes = 25 << 20;  // half of an H100's: the other half is written
-    int most_bytes = 0;
-    cudaCheck(cudaDeviceGetAttribute(&most_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device().index));
-    const int64_t most_n = (most_bytes - static_bytes) / element_bytes / chunk_n * chunk_n;
+    const int64_t most_n = (device().block_shared_bytes - static_bytes) / element_bytes / chunk_n * chunk_n;
     const int64_t kept_n = std::min({row_n, round_up(V, chunk_n), most_n}),
                   end_bytes = std::max<int64_t>(0, V - kept_n) * element_bytes;
     const int64_t again_bytes = end_bytes * kMultiprocessors > kCacheBytes ? n_rows * end_bytes : 0;

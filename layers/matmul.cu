@@ -163,12 +163,9 @@ LaunchCost cost_of(const Product& p, Tensor out, Tensor a, Tensor b, const Matmu
 }  // namespace
 
 void expect_fp8_device(bool block_scales) {
-    int major = 0, minor = 0;
-    cudaCheck(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device().index));
-    cudaCheck(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device().index));
-    check(10 * major + minor >= 89,
-          "fp8 matrix products need a GPU of compute capability 8.9 or higher (Ada, Hopper), and ", device().name,
-          " has ", major, ".", minor, ": use bf16");
+    const int capability = device().capability, major = capability / 10, minor = capability % 10;
+    check(capability >= 89, "fp8 matrix products need a GPU of compute capability 8.9 or higher (Ada, Hopper), and ",
+          device().name, " has ", major, ".", minor, ": use bf16");
     if (!block_scales) return;
     check(major == 9, "fp8 with block scaling needs a GPU of compute capability 9.0 (Hopper), and ", device().name,
           " has ", major, ".", minor, ": use current or delayed scaling");

@@ -1,6 +1,7 @@
 // layers/ptx.cuh: instructions of NVIDIA's GPUs that CUDA C++ has no function for, each as a function: its PTX, and
 // beside it the same in C++, for the CPU device. (PTX is the assembly language that nvcc compiles to; NVIDIA's manual
-// is "Parallel Thread Execution ISA".) The first half of the file needs sm_80 or later, the second half is for Hopper.
+// is "Parallel Thread Execution ISA".) The first half of the file needs sm_75 or later, and what came with sm_80 is made
+// of other instructions there; the second half is for Hopper.
 //
 // Tensor cores multiply small matrices that a warp holds together: each of its 32 lanes has a few elements in
 // registers, its fragment. Which lane has which elements, with g = lane / 4 and t = lane % 4:
@@ -106,12 +107,44 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* row CA
 #endif
 }
 
+// A B + C of bf16 numbers on CUDA cores: tensor cores before sm_80 multiply none. A lane gets the pairs that it needs of
+// its rows of A and its columns of B from the lanes that have them. A call, so that kernels do not have it 64 times.
+[[maybe_unused]] __device__ __attribute__((noinline)) float4 mma_bf16_by_shuffles(uint4 a, uint2 b, float4 c) {
+    const int l = static_cast<int>(threadIdx.x) % kWarp, row = l / 4 * 4, column = l % 4 * 8;
+    const auto low = [](uint32_t pair) { return __uint_as_float(pair << 16); };
+    const auto high = [](uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); };
+    const auto add = [&](float sum, uint32_t x, uint32_t y) {
+        return fmaf(high(x), high(y), fmaf(low(x), low(y), sum));
+    };
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const bool first = i < 4;  // half of the columns of A and rows of B
+        const uint32_t above = __shfl_sync(kFullWarp, first ? a.x : a.z, row + i % 4),
+                       below = __shfl_sync(kFullWarp, first ? a.y : a.w, row + i % 4),
+                       left = __shfl_sync(kFullWarp, first ? b.x : b.y, column + i % 4),
+                       right = __shfl_sync(kFullWarp, first ? b.x : b.y, column + 4 + i % 4);
+        c = {add(c.x, above, left), add(c.y, above, right), add(c.z, below, left), add(c.w, below, right)};
+    }
+    return c;
+}
+
 // c += A B. Number is what A and B hold: __nv_bfloat16 or __half. b points to two registers.
 template <class Number>
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], const uint32_t* b) {
 #ifdef CUDA_ON_CPU
     ptx::Mma operands{c, a, b};
     cuda_cpu::exchange(kFullWarp, &operands, ptx::complete_mma<Number>, "mma", __FILE__, __LINE__);
+#elif __CUDA_ARCH__ < 800
+    if constexpr (std::is_same_v<Number, __nv_bfloat16>) {
+        const float4 sums = mma_bf16_by_shuffles({a[0], a[1], a[2], a[3]}, {b[0], b[1]}, {c[0], c[1], c[2], c[3]});
+        c[0] = sums.x, c[1] = sums.y, c[2] = sums.z, c[3] = sums.w;
+    } else {
+        // Each takes 8 of the 16 columns of A and rows of B.
+        for (int half = 0; half < 2; ++half)
+            asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                : "r"(a[2 * half]), "r"(a[2 * half + 1]), "r"(b[half]));
+    }
 #else
     if constexpr (std::is_same_v<Number, __nv_bfloat16>)
         asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, "
@@ -166,12 +199,15 @@ __device__ __forceinline__ float rcp_approx(float x) {
 // Asynchronous copies from device to shared memory. They pass the registers by: a thread starts a copy of 16 bytes,
 // goes on, and waits for it later. What a thread started since its last commit is a group; cp_async_wait<n> returns
 // when all groups of this thread but the latest n have landed. Other threads' copies are there after a barrier. In
-// strict mode the CPU device lets a copy land when it is waited for, not before; until then its place holds NaN.
+// strict mode the CPU device lets a copy land when it is waited for, not before; until then its place holds NaN. Before
+// sm_80 the thread itself copies, through registers, and has nothing to wait for.
 
 // Both addresses on 16-byte boundaries. With copy == false, zeros are written and nothing is read.
 __device__ __forceinline__ void cp_async_16(void* shared, const void* global, bool copy = true CALLERS_LINE) {
 #ifdef CUDA_ON_CPU
     cuda_cpu::async_copy(shared, copy ? global : nullptr, 16, file, line);
+#elif __CUDA_ARCH__ < 800
+    *static_cast<uint4*>(shared) = copy ? *static_cast<const uint4*>(global) : uint4{};
 #else
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
                  "r"(copy ? 16 : 0)
@@ -181,7 +217,7 @@ __device__ __forceinline__ void cp_async_16(void* shared, const void* global, bo
 __device__ __forceinline__ void cp_async_commit() {
 #ifdef CUDA_ON_CPU
     cuda_cpu::async_commit();
-#else
+#elif __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
@@ -189,7 +225,7 @@ template <int n>
 __device__ __forceinline__ void cp_async_wait() {
 #ifdef CUDA_ON_CPU
     cuda_cpu::async_wait(n);
-#else
+#elif __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_group %0;" ::"n"(n) : "memory");
 #endif
 }

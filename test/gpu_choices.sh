@@ -3,7 +3,7 @@
 # which end where an address is misaligned.
 #
 # All tests that compute in this process, but those of the files ONCE (test/test_ONCE.cu), as on an H100; of what chooses by the
-# properties of a GPU also as on an A100, as on an RTX 4090, and with one multiprocessor.
+# properties of a GPU also as on an A100, an RTX 4090 and a T4, and with one multiprocessor.
 set -u
 cd "$(dirname "$0")/.."
 build=$1
@@ -29,5 +29,5 @@ for test in "$@"; do filter+="~[#test_$test]"; done
 run 132,9.0,227 "$filter"
 chooses="[matmul]$filter"
 for tag in hopper flash few_rows paged fp8; do chooses+=",[$tag]$filter"; done
-for gpu in 108,8.0,163 128,8.9,99 1,9.0,227; do run $gpu "$chooses"; done
+for gpu in 108,8.0,163 128,8.9,99 40,7.5,64 1,9.0,227; do run $gpu "$chooses"; done
 exit $status

@@ -507,7 +507,10 @@ TEST_CASE("CUDA_CPU_GPU shows the properties of a GPU", "[cpu]") {
     struct Shown {
         const char* const before = std::getenv("CUDA_CPU_GPU");
         const std::string old = before ? before : "";
-        void set(const char* gpu) { setenv("CUDA_CPU_GPU", gpu, 1); }
+        void set(const char* gpu) {
+            setenv("CUDA_CPU_GPU", gpu, 1);
+            open_device(0);  // again: device() keeps what it was told
+        }
         ~Shown() { set(old.c_str()); }
     } shown;
     const auto value_of = [](cudaDeviceAttr attribute) {
@@ -521,6 +524,8 @@ TEST_CASE("CUDA_CPU_GPU shows the properties of a GPU", "[cpu]") {
     CHECK(value_of(cudaDevAttrComputeCapabilityMinor) == 6);
     CHECK(value_of(cudaDevAttrMaxSharedMemoryPerBlockOptin) == 99 << 10);
     CHECK(!has_wgmma());
+    CHECK(device().block_shared_bytes == 99 << 10);
+    CHECK(device().capability == 86);
     const auto allow = [](int bytes) {
         return cudaFuncSetAttribute(update_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     };

@@ -126,9 +126,7 @@ TEST_CASE("cross_entropy states what a GPU reads from memory again", "[cross_ent
     };
     CHECK(again(DType::bf16, 50304) == 0);   // all of a row is kept
     CHECK(again(DType::bf16, 128256) == 0);  // what is not stays in the second-level cache
-    int shared_bytes = 0;                    // H100: 227 KiB
-    cudaCheck(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device().index));
-    CHECK(again(DType::f32, 128256) == 10 * (4 * 128256 - (shared_bytes - 256)));
+    CHECK(again(DType::f32, 128256) == 10 * (4 * 128256 - (device().block_shared_bytes - 256)));
 }
 
 // Of 48 KB the kernel's own 256 bytes leave room for 24448 16-bit numbers: one row, or eight of 3056.

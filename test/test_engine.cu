@@ -111,10 +111,10 @@ TEST_CASE("a cache of no given size is for all sequences, or takes the memory th
     CHECK(pages(3, 300).first == 3 * 3);
     const double before = free_bytes();
     const auto [n, bytes] = pages(64, 65536);
-    const double after = free_bytes();  // other programs take and give back memory meanwhile
+    const double after = free_bytes();  // other programs take and give back memory meanwhile, between the two as well
     INFO(n << " pages; " << bytes << " of " << before << " bytes, then " << after);
     CHECK(bytes <= 0.9 * std::max(before, after));
-    CHECK(bytes > 0.9 * std::min(before, after) - 256 * (1 << 20));  // a page takes 128 MiB
+    CHECK(bytes > 0.86 * std::min(before, after) - 256 * (1 << 20));  // a page takes 128 MiB
     if (!device().is_cpu) return;
     options.scheduler.preemption = Preemption::swap;  // then as many pages lie beside them
     CHECK(std::abs(static_cast<double>(pages(64, 65536).first) / static_cast<double>(n) - 0.5) < 0.1);

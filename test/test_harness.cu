@@ -486,7 +486,9 @@ TEST_CASE("make gpu-window: a kernel that hangs and one that traps do not stop t
 
 TEST_CASE("make builds for a GPU that the kernels run on, and says why if not", "[program][harness]") {
     const TempFolder folder;
-    make_executable(folder / "nvcc", "echo \"Cuda compilation tools, release ${RELEASE:-13.0}, V1\"\n");
+    make_executable(folder / "nvcc",
+                    "case $1 in --list-gpu-code) printf 'sm_%s\\n' 75 80 86 90 ;; "
+                    "*) echo \"Cuda compilation tools, release ${RELEASE:-13.0}, V1\" ;; esac\n");
     make_executable(folder / "nvidia-smi",
                     "case \"$*\" in -L) echo 'GPU 0: Pretender' ;; *compute_cap*) echo \"$CAP\" ;; "
                     "*) echo Pretender ;; esac\n");
@@ -498,15 +500,18 @@ TEST_CASE("make builds for a GPU that the kernels run on, and says why if not", 
     };
     CHECK_THAT(make("CAP=8.6", ""), ContainsSubstring("(DEVICE=cuda): nvcc is here, and a GPU: Pretender.") &&
                                         ContainsSubstring("code=sm_86"));
-    CHECK_THAT(make("CAP=7.5", ""),
-               ContainsSubstring("(DEVICE=cpu): the GPU here is older than compute capability 8.0"));
-    CHECK_THAT(make("CAP=\"$(printf '7.5\\n9.0')\"", ""),
-               ContainsSubstring("(DEVICE=cuda)") && ContainsSubstring("code=sm_90a") && !ContainsSubstring("sm_75"));
+    CHECK_THAT(make("CAP=7.0", ""),
+               ContainsSubstring("(DEVICE=cpu): the GPU here is older than compute capability 7.5"));
+    CHECK_THAT(make("CAP=\"$(printf '7.0\\n9.0')\"", ""),
+               ContainsSubstring("(DEVICE=cuda)") && ContainsSubstring("code=sm_90a") && !ContainsSubstring("sm_70"));
+    CHECK_THAT(make("CAP=7.5", ""), ContainsSubstring("(DEVICE=cuda)") && ContainsSubstring("code=sm_75"));
+    CHECK_THAT(make("CAP=12.0 RELEASE=12.4", ""),
+               ContainsSubstring("(DEVICE=cpu): the nvcc of CUDA 12.4 cannot compile for the GPU here, sm_120: "));
     CHECK_THAT(make("CAP=8.6 RELEASE=11.5", ""),
                ContainsSubstring("(DEVICE=cpu): ") && ContainsSubstring("older than CUDA 12."));
     CHECK_THAT(make("RELEASE=11.5", "DEVICE=cuda"),
                ContainsSubstring("DEVICE=cuda needs the nvcc of CUDA 12 or newer"));
-    CHECK_THAT(make("", "DEVICE=cuda ARCH='75 80'"), ContainsSubstring("ARCH=75 80: the kernels need 80"));
+    CHECK_THAT(make("", "DEVICE=cuda ARCH='70 80'"), ContainsSubstring("ARCH=70 80: the kernels need 75"));
     CHECK_THAT(make("CUDA_HOME=/nowhere", ""), ContainsSubstring("(DEVICE=cpu): no nvcc in CUDA_HOME=/nowhere."));
     // A distribution's package: its headers are in /usr/include, which g++ must not search before its own.
     CHECK_THAT(make("CUDA_HOME=/usr CAP=8.6", "NVCC=nvcc"),

@@ -69,6 +69,22 @@ TEST_CASE("an overflow skips its step, halves the scale, and changes nothing els
     CHECK(number_after(slurp(checkpoint(run, 7) + "/state.json"), "\"updates\":") == 6);
 }
 
+TEST_CASE("a run in bf16 says so where tensor cores do not multiply it", "[program][precision]") {
+    const TempFolder folder;
+    const auto device_line = [&](const std::string& gpu, const std::string& dtype) {
+        const std::string out =
+            run_program("train_gpt",
+                        concat(kSmall, "--stop-after 1 --dtype ", dtype, " --out ", folder / dtype, gpu.size()),
+                        concat("export CUDA_CPU_GPU=", gpu, ";"))
+                .out;
+        return out.substr(0, out.find('\n'));
+    };
+    CHECK_THAT(device_line("40,7.5,64", "bf16"),
+               ContainsSubstring("): its tensor cores multiply no bf16, --dtype fp16"));
+    for (const auto& [gpu, dtype] : {std::pair{"40,7.5,64", "fp16"}, std::pair{"108,8.0,163", "bf16"}})
+        CHECK(device_line(gpu, dtype).ends_with(")"));
+}
+
 TEST_CASE("a step ahead of one that fails changes nothing", "[program][precision]") {
     const TempFolder folder;
     std::string texts[2], logs[2], weights[2];

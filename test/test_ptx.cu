@@ -19,7 +19,7 @@ __global__ void ldmatrix_kernel(int32_t* out) {
 
 // c (16, 8) += a (16, 16) b (16, 8), row-major in device memory, each lane fetching its fragments by the manual's
 // tables.
-template <class Number>
+template <class Number, bool kByShuffles = false>
 __global__ void mma_kernel(float* c, const Number* a, const Number* b) {
     const int g = static_cast<int>(threadIdx.x) / 4, t = static_cast<int>(threadIdx.x) % 4;
     uint32_t fa[4], fb[2];
@@ -33,7 +33,13 @@ __global__ void mma_kernel(float* c, const Number* a, const Number* b) {
         const int row = 2 * t + i * 8;
         fb[i] = pack<Number>(to_float(b[row * 8 + g]), to_float(b[(row + 1) * 8 + g]));
     }
-    mma_m16n8k16<Number>(fc, fa, fb);
+    if constexpr (kByShuffles) {
+        const float4 sums =
+            mma_bf16_by_shuffles({fa[0], fa[1], fa[2], fa[3]}, {fb[0], fb[1]}, {fc[0], fc[1], fc[2], fc[3]});
+        fc[0] = sums.x, fc[1] = sums.y, fc[2] = sums.z, fc[3] = sums.w;
+    } else {
+        mma_m16n8k16<Number>(fc, fa, fb);
+    }
     for (int i = 0; i < 4; ++i) c[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = fc[i];
 }
 
@@ -102,6 +108,23 @@ TEST_CASE("ptx: mma", "[ptx]") {
         // Products are exact; 16 sums of some units' size are rounded in float32, on a GPU perhaps towards zero.
         check_close(c.values(), expected, 0, 16 * 0x1p-23 * largest(expected), "mma");
     }
+}
+
+// What GPUs before sm_80 compute with instead.
+TEST_CASE("ptx: mma of bf16 by shuffles", "[ptx]") {
+    const auto x = rounded(random_values(256, 1), DType::bf16), y = rounded(random_values(128, 2), DType::bf16),
+               z = rounded(random_values(128, 3), DType::f32);
+    Buffer a(DType::bf16, {16, 16}, x), b(DType::bf16, {16, 8}, y), c(DType::f32, {16, 8}, z);
+    mma_kernel<__nv_bfloat16, true><<<1, 32, 0, device().stream>>>(
+        c.tensor().ptr<float>(), a.tensor().ptr<__nv_bfloat16>(), b.tensor().ptr<__nv_bfloat16>());
+    cudaCheckLaunch();
+    std::vector<double> expected = z;
+    for (size_t i = 0; i < 16; ++i)
+        for (size_t j = 0; j < 8; ++j)
+            for (size_t k = 0; k < 16; ++k)
+                expected[i * 8 + j] = std::fma(static_cast<float>(x[i * 16 + k]), static_cast<float>(y[k * 8 + j]),
+                                               static_cast<float>(expected[i * 8 + j]));
+    CHECK(c.values() == expected);  // the same bits: the sums are in the same order
 }
 
 TEST_CASE("ptx: cp.async", "[ptx]") {

@@ -12,7 +12,9 @@
 
 void print_start(const Trainer& t, const RunData& data) {
     const TrainOptions& o = t.options;
-    std::printf("device   %s\n", device().name.c_str());
+    const bool slow = o.precision.dtype == DType::bf16 && device().capability < 80;
+    std::printf("device   %s%s\n", device().name.c_str(),
+                slow ? ": its tensor cores multiply no bf16, --dtype fp16 is faster" : "");
     std::printf("model    %s: %s parameters in %s, %lld layers, width %lld, %lld heads, vocabulary %lld\n",
                 (o.init.empty() ? o.model : o.init).c_str(),
                 human_count(static_cast<double>(parameter_count(t.config))).c_str(), o.dtype.c_str(),

@@ -40,14 +40,15 @@ namespace {
 
 using Sizes = HeadSizes<HeadSize<32, 32>, HeadSize<64, 64>, HeadSize<128, 128>, HeadSize<192, 192>, HeadSize<256, 256>>;
 
-template <int kD_, int kDv_>
+template <int kD_, int kDv_, bool kSmall_ = false>
 struct Tile {
     static constexpr int kD = kD_, kDv = kDv_;
+    static constexpr bool kSmall = kSmall_;
     static constexpr int kThreadsX = kOnCpu ? 1 : 16, kThreadsY = kThreadsX;
     static constexpr int kR = kOnCpu ? 32 : (kD <= 64 ? 4 : 2);  // rows of a thread
     static constexpr int kRows = kR * kThreadsY;
     static constexpr int kPitch = kOnCpu ? kRows : kRows + 4;  // of transposed rows; GPU: an odd multiple of 16 bytes
-    static constexpr int kOthers = kOnCpu ? 64 : (kD <= 128 ? 32 : 16);
+    static constexpr int kOthers = kOnCpu ? 64 : (kSmall || kD > 128 ? 16 : 32);
     // A thread's share of the others, and of the columns: kScoreSteps or kColumnSteps register tiles of kM.
     static constexpr int kMScores = kOnCpu ? 8 : kOthers / kThreadsX, kMColumns = kOnCpu ? 8 : kD / kThreadsX;
     static constexpr int kScoreSteps = kOthers / kThreadsX / kMScores;
@@ -59,6 +60,8 @@ struct Tile {
     // GPU: neighbouring others start in neighbouring banks. CPU: whole cache lines.
     static constexpr int kOtherPitch = kOnCpu ? kD : kD + 1;
     static constexpr int kOthersFloats = static_cast<int>(round_up(kOthers * kOtherPitch, 4));
+    // Of dk and dv, which take the most.
+    static constexpr size_t kSharedBytes = 2 * sizeof(float) * (kRowsFloats + kProbsFloats + kOthersFloats);
     using Scores = float[kScoreSteps][kMScores][kR];
     using Columns = float[kColumnSteps][kMColumns][kR];
 };

@@ -13,6 +13,7 @@ template <class Number, class T>
 __global__ void __launch_bounds__(T::kThreadsX* T::kThreadsY)
     flash_dq_kernel(Shape shape, Heads<Number> dq, Heads<const Number> dout, const float* lse, const float* delta,
                     Heads<const Number> q, Heads<const Number> k, Heads<const Number> v) {
+    if constexpr (T::kSmall && kAfterTuring) return;
     const Mask& mask = shape.mask;
     const int b = static_cast<int>(blockIdx.z), t0 = static_cast<int>(gridDim.x - 1 - blockIdx.x) * T::kRows;
     const int64_t h = blockIdx.y, kv = h / (shape.H / shape.K);
@@ -159,6 +160,7 @@ template <class Number, class T>
 __global__ void __launch_bounds__(T::kThreadsX* T::kThreadsY)
     flash_dk_dv_kernel(Shape shape, Heads<Number> dk, Heads<Number> dv, Heads<const Number> dout, const float* lse,
                        const float* delta, Heads<const Number> q, Heads<const Number> k, Heads<const Number> v) {
+    if constexpr (T::kSmall && kAfterTuring) return;
     sum_over_queries<T, false>(KeySide<Number>{shape, dk, dv, dout, lse, delta, q, k, v}, static_cast<int>(blockIdx.z),
                                blockIdx.y, static_cast<int>(blockIdx.x) * T::kRows, {});
 }
@@ -214,13 +216,12 @@ DqSums cores_sums(int64_t B, int64_t T, int64_t H, int64_t K, int64_t D, int64_t
 void flash_backward_cores(const FlashArguments& a, cudaStream_t stream) {
     dispatch_cores(a, [&](auto number, auto size) {
         using Number = decltype(number);
-        using T = Tile<decltype(size)::kD, decltype(size)::kDv>;
+        constexpr int kD = decltype(size)::kD, kDv = decltype(size)::kDv;
         const Heads<const Number> dout(a.out), q(a.q), k(a.k), v(a.v);
-        const size_t dq_bytes = sizeof(float) * (2 * T::kRowsFloats + T::kProbsFloats + 2 * T::kOthersFloats);
-        const size_t dk_dv_bytes = dq_bytes + sizeof(float) * T::kProbsFloats;
-        if constexpr (kOnCpu && T::kD <= 128)
+        if constexpr (kOnCpu && kD <= 128)
             if (a.n_slots > 0) {
-                const size_t bytes = dk_dv_bytes + sizeof(float) * 2 * T::kOthersFloats;
+                using T = Tile<kD, kDv>;
+                const size_t bytes = T::kSharedBytes + sizeof(float) * 2 * T::kOthersFloats;
                 allow_shared(flash_backward_kernel<Number, T>, bytes);
                 flash_backward_kernel<Number, T><<<static_cast<unsigned>(a.n_slots), 1, bytes, stream>>>(
                     shape_of(a), a.B * a.k.count, Heads<Number>(a.dq), a.dq_sums, Heads<Number>(a.dk),
@@ -229,14 +230,18 @@ void flash_backward_cores(const FlashArguments& a, cudaStream_t stream) {
                 cost.writes += bytes_of(a.dq), cost.flops += product_flops(a, a.q.D);
                 return launched("flash_backward_kernel", cost);
             }
-        const dim3 threads(T::kThreadsX, T::kThreadsY);
-        allow_shared(flash_dk_dv_kernel<Number, T>, dk_dv_bytes);
-        flash_dk_dv_kernel<Number, T><<<grid_of<T>(a, a.k.count), threads, dk_dv_bytes, stream>>>(
-            shape_of(a), Heads<Number>(a.dk), Heads<Number>(a.dv), dout, a.lse, a.delta, q, k, v);
-        launched("flash_dk_dv_kernel", key_sums_cost(a, KeySums::both));
-        allow_shared(flash_dq_kernel<Number, T>, dq_bytes);
-        flash_dq_kernel<Number, T><<<grid_of<T>(a, a.q.count), threads, dq_bytes, stream>>>(
-            shape_of(a), Heads<Number>(a.dq), dout, a.lse, a.delta, q, k, v);
-        launched("flash_dq_kernel", dq_cost(a));
+        with_tile<Tile<kD, kDv>, Tile<kD, kDv, true>>([&](auto tile) {
+            using T = decltype(tile);
+            const dim3 threads(T::kThreadsX, T::kThreadsY);
+            allow_shared(flash_dk_dv_kernel<Number, T>, T::kSharedBytes);
+            flash_dk_dv_kernel<Number, T><<<grid_of<T>(a, a.k.count), threads, T::kSharedBytes, stream>>>(
+                shape_of(a), Heads<Number>(a.dk), Heads<Number>(a.dv), dout, a.lse, a.delta, q, k, v);
+            launched("flash_dk_dv_kernel", key_sums_cost(a, KeySums::both));
+            const size_t dq_bytes = T::kSharedBytes - sizeof(float) * T::kProbsFloats;
+            allow_shared(flash_dq_kernel<Number, T>, dq_bytes);
+            flash_dq_kernel<Number, T><<<grid_of<T>(a, a.q.count), threads, dq_bytes, stream>>>(
+                shape_of(a), Heads<Number>(a.dq), dout, a.lse, a.delta, q, k, v);
+            launched("flash_dq_kernel", dq_cost(a));
+        });
     });
 }

@@ -6,7 +6,7 @@
 //     flash_attention.cu     this file: the maths, the picture, the checks, and which tier runs where
 //     flash_attention.cuh    what the tiers share: heads inside of rows, the mask
 //     cores.cuh, cores_forward.cu, cores_backward.cu       plain float32 arithmetic: read these first
-//     mma.cuh, mma_forward.cu, mma_backward.cu             the same tiles on the tensor cores of all GPUs since sm_80
+//     mma.cuh, mma_forward.cu, mma_backward.cu             the same tiles on the tensor cores of all GPUs since sm_75
 //     hopper.cuh, hopper_forward.cu, hopper_backward.cu    the same with wgmma and the copy engine of sm_90a
 //     hopper_backward_wide.cu                              its backward where registers do not hold all in one pass
 //     delta.cu               what the backward computes first
@@ -81,7 +81,7 @@
 //
 // THE TIERS behind one function: CUDA cores (flash_attention/cores.cuh) for f32. For bf16 and f16 wgmma with the copy
 // engine, where the GPU has them (sm_90a, flash_attention/hopper.cuh), and mma.sync otherwise, the tensor cores of all
-// GPUs since sm_80 (flash_attention/mma.cuh). `--attention` chooses another one.
+// GPUs since sm_75 (flash_attention/mma.cuh). `--attention` chooses another one.
 #include "layers/chunk.cuh"
 #include "layers/flash_attention/flash_attention.cuh"
 
@@ -91,9 +91,13 @@ namespace {
 // Checks
 
 constexpr int64_t kMaxD = 256;
-// More columns than kSmallD take more shared memory than GPUs of compute capability 8.6 and 8.9 have: 99 KiB.
-constexpr int64_t kSmallD = 192;
-constexpr int kLargeBytes = 112 << 10;
+// Shared memory that heads of more columns take: more than GPUs of compute capability 8.6 and 8.9 have (99 KiB), and
+// more than those of 7.5 (64 KiB).
+struct Need {
+    int64_t columns;
+    int bytes;
+};
+constexpr Need kNeeds[] = {{192, 112 << 10}, {128, 90 << 10}};
 
 void check_heads(const char* operation, const char* name, const HeadColumns& heads, DType dtype, int64_t B, int64_t T,
                  int64_t count, int64_t D) {
@@ -202,12 +206,7 @@ FlashTier tier_of_columns(FlashTier tier, DType dtype, int64_t D, int64_t Dv) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Tiers by name
 
-bool has_wgmma() {
-    int major = 0, minor = 0;
-    cudaCheck(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device().index));
-    cudaCheck(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device().index));
-    return major == 9 && minor == 0;
-}
+bool has_wgmma() { return device().capability == 90; }
 
 FlashTier flash_tier_from_name(const std::string& name) {
     for (const auto& [tier, its_name] : kTierNames)
@@ -231,13 +230,10 @@ void expect_head_size(FlashTier tier, DType dtype, int64_t D, int64_t Dv) {
     expect_flash_tier(tier, dtype);
     check(D >= 1 && D <= kMaxD && Dv >= 1 && Dv <= kMaxD, "attention: heads of ", D, " columns (values: ", Dv,
           ") are beyond the ", kMaxD, " that its kernels can have: use more and smaller heads");
-    if (std::max(D, Dv) > kSmallD) {
-        int shared_bytes = 0;
-        cudaCheck(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device().index));
-        check(shared_bytes >= kLargeBytes, "attention: heads of more than ", kSmallD, " columns need ",
-              kLargeBytes >> 10, " KiB of shared memory a block, and this GPU has ", shared_bytes >> 10,
-              ": use more and smaller heads");
-    }
+    for (const auto& [columns, bytes] : kNeeds)
+        check(std::max(D, Dv) <= columns || device().block_shared_bytes >= bytes, "attention: heads of more than ",
+              columns, " columns need ", bytes >> 10, " KiB of shared memory a block, and this GPU has ",
+              device().block_shared_bytes >> 10, ": use more and smaller heads");
     check(tier != FlashTier::hopper || (D % 8 == 0 && Dv % 8 == 0), "attention on 'hopper' needs head sizes that are ",
           "multiples of 8, not ", D, " (values: ", Dv, "): use mma or auto");
 }

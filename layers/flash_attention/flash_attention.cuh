@@ -244,4 +244,22 @@ struct HeadSizes {
     }
 };
 
+// Tiles for GPUs of compute capability 7.5 (Turing), where a block has 64 KiB of shared memory; later ones have 99 or
+// more. Where a Tile takes more than 64, there is a small one with fewer others. Calls f(the tile that this GPU can
+// have).
+constexpr size_t kTuringBytes = 64 << 10;
+
+template <class Tile, class SmallTile, class F>
+void with_tile(F&& f) {
+    if constexpr (Tile::kSharedBytes > kTuringBytes && SmallTile::kSharedBytes <= kTuringBytes)
+        if (static_cast<size_t>(device().block_shared_bytes) < Tile::kSharedBytes) return f(SmallTile{});
+    f(Tile{});
+}
+// Does nvcc compile for a later GPU? Kernels with small tiles are empty there.
+#if !defined(CUDA_ON_CPU) && __CUDA_ARCH__ >= 800
+constexpr bool kAfterTuring = true;
+#else
+constexpr bool kAfterTuring = false;
+#endif
+
 }  // namespace

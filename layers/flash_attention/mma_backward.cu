@@ -13,12 +13,13 @@
 
 namespace {
 
-template <int kD_, int kDv_>
+template <int kD_, int kDv_, bool kSmall_>
 struct BackwardTile {
     static constexpr int kD = kD_, kDv = kDv_;
+    static constexpr bool kSmall = kSmall_;
     static constexpr int kRowTiles = kD <= 64 ? 2 : 1;  // more would not fit into 255 registers
-    // With twice as many, tiles of 128 and of 192 columns would not fit into 99 KiB (sm_86, sm_89).
-    static constexpr int kOthers = kD <= 128 ? 32 : 16;
+    // With twice as many, tiles of 128 and of 192 columns would not fit into 99 KiB (sm_86, sm_89), or 64 (sm_75).
+    static constexpr int kOthers = kSmall || kD > 128 ? 16 : 32;
     static constexpr int kWarpRows = 16 * kRowTiles, kRows = kWarpRows * kWarps;
     // Elements of two tiles, one after the other: (q, do) or (k, v).
     static constexpr int kRowsPair = kRows * (kPitch<kD> + kPitch<kDv>),
@@ -43,6 +44,7 @@ template <class Number, class T>
 __global__ void __launch_bounds__(kThreads, 2)
     flash_dq_kernel(Shape shape, Heads<Number> dq, Heads<const Number> dout, const float* lse, const float* delta,
                     Heads<const Number> q, Heads<const Number> k, Heads<const Number> v) {
+    if constexpr (T::kSmall && kAfterTuring) return;
     const Mask& mask = shape.mask;
     const int b = static_cast<int>(blockIdx.z), t0 = static_cast<int>(gridDim.x - 1 - blockIdx.x) * T::kRows;
     const int64_t h = blockIdx.y, kv = h / (shape.H / shape.K);
@@ -144,6 +146,7 @@ template <class Number, class T, KeySums kSums>
 __global__ void __launch_bounds__(kThreads, 2)
     flash_dk_dv_kernel(Shape shape, Heads<Number> dk, Heads<Number> dv, Heads<const Number> dout, const float* lse,
                        const float* delta, Heads<const Number> q, Heads<const Number> k, Heads<const Number> v) {
+    if constexpr (T::kSmall && kAfterTuring) return;
     const Mask& mask = shape.mask;
     const int b = static_cast<int>(blockIdx.z), s0 = static_cast<int>(blockIdx.x) * T::kRows;
     const int64_t kv = blockIdx.y, group = shape.H / shape.K;
@@ -205,25 +208,30 @@ __global__ void __launch_bounds__(kThreads, 2)
                    shape.D, shape.packed);
 }
 
+template <class Number, class T>
+void launch_tiles(const FlashArguments& a, cudaStream_t stream) {
+    const Heads<const Number> dout(a.out), q(a.q), k(a.k), v(a.v);
+    const unsigned tiles = static_cast<unsigned>(ceil_div(a.T, T::kRows)), B = static_cast<unsigned>(a.B);
+    for_key_sums<T::kD>([&](auto sums) {
+        constexpr KeySums kSums = decltype(sums)::value;
+        allow_shared(flash_dk_dv_kernel<Number, T, kSums>, T::kSharedBytes);
+        flash_dk_dv_kernel<Number, T, kSums>
+            <<<dim3(tiles, static_cast<unsigned>(a.k.count), B), kThreads, T::kSharedBytes, stream>>>(
+                shape_of(a), Heads<Number>(a.dk), Heads<Number>(a.dv), dout, a.lse, a.delta, q, k, v);
+        launched("flash_dk_dv_kernel", key_sums_cost(a, kSums));
+    });
+    allow_shared(flash_dq_kernel<Number, T>, T::kSharedBytes);
+    flash_dq_kernel<Number, T><<<dim3(tiles, static_cast<unsigned>(a.q.count), B), kThreads, T::kSharedBytes, stream>>>(
+        shape_of(a), Heads<Number>(a.dq), dout, a.lse, a.delta, q, k, v);
+    launched("flash_dq_kernel", dq_cost(a));
+}
+
 template <class Number>
 void launch(const FlashArguments& a, cudaStream_t stream) {
     MmaSizes::dispatch(a.q.D, a.v.D, [&](auto size) {
-        using T = BackwardTile<decltype(size)::kD, decltype(size)::kDv>;
-        const Heads<const Number> dout(a.out), q(a.q), k(a.k), v(a.v);
-        const unsigned tiles = static_cast<unsigned>(ceil_div(a.T, T::kRows)), B = static_cast<unsigned>(a.B);
-        for_key_sums<T::kD>([&](auto sums) {
-            constexpr KeySums kSums = decltype(sums)::value;
-            allow_shared(flash_dk_dv_kernel<Number, T, kSums>, T::kSharedBytes);
-            flash_dk_dv_kernel<Number, T, kSums>
-                <<<dim3(tiles, static_cast<unsigned>(a.k.count), B), kThreads, T::kSharedBytes, stream>>>(
-                    shape_of(a), Heads<Number>(a.dk), Heads<Number>(a.dv), dout, a.lse, a.delta, q, k, v);
-            launched("flash_dk_dv_kernel", key_sums_cost(a, kSums));
-        });
-        allow_shared(flash_dq_kernel<Number, T>, T::kSharedBytes);
-        flash_dq_kernel<Number, T>
-            <<<dim3(tiles, static_cast<unsigned>(a.q.count), B), kThreads, T::kSharedBytes, stream>>>(
-                shape_of(a), Heads<Number>(a.dq), dout, a.lse, a.delta, q, k, v);
-        launched("flash_dq_kernel", dq_cost(a));
+        constexpr int kD = decltype(size)::kD, kDv = decltype(size)::kDv;
+        with_tile<BackwardTile<kD, kDv, false>, BackwardTile<kD, kDv, true>>(
+            [&](auto tile) { launch_tiles<Number, decltype(tile)>(a, stream); });
     });
 }
 

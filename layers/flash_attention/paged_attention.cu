@@ -210,11 +210,10 @@ PagedShape shape_of(const PagedAttention& a, const PagedStep& step) {
                   blocks = n_chunks * a.K * (s.parallel ? s.n_splits : 1);
     // Fewer where they do not fit in shared memory, and where there are few blocks: smaller tiles make more of them,
     // which read the same keys.
-    int most_bytes = 0;
-    cudaCheck(cudaDeviceGetAttribute(&most_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device().index));
+    const auto most_bytes = static_cast<size_t>(device().block_shared_bytes);
     s.rows = a.q.D > 2 * kColumns ? kRows / 2 : kRows;
-    while (s.rows > kM && (Shared::bytes(s) > static_cast<size_t>(most_bytes) ||
-                           blocks * ceil_div(queries, s.rows) < device().sm_count))
+    while (s.rows > 1 &&
+           (Shared::bytes(s) > most_bytes || (s.rows > kM && blocks * ceil_div(queries, s.rows) < device().sm_count)))
         s.rows /= 2;
     s.tiles = narrow(ceil_div(queries, s.rows), "tiles");
     s.factor = a.scale * kLog2e;
@@ -305,8 +304,11 @@ static DecodeShape decode_shape(const PagedAttention& a, const PagedStep& step) 
     // Neighbouring threads read neighbouring keys, an odd number of 16 bytes apart: no two of eight in the same banks.
     d.key_pitch = static_cast<int>((row_bytes / 16 | 1) * 16), d.value_pitch = static_cast<int>(row_bytes);
     d.pass = kDecodeThreads;
-    while (d.pass > kTileKeys && (d.pass * (d.key_pitch + d.value_pitch) > kPassBytes || d.pass / 2 >= longest))
-        d.pass /= 2;
+    const auto fits = [&] {
+        return d.pass * (d.key_pitch + d.value_pitch) <= kPassBytes &&
+               DecodeShared::bytes(d) <= static_cast<size_t>(device().block_shared_bytes);
+    };
+    while (d.pass > kTileKeys && (!fits() || d.pass / 2 >= longest)) d.pass /= 2;
     return d;
 }
 
