@@ -1,7 +1,7 @@
 // layers/ptx.cuh: instructions of NVIDIA's GPUs that CUDA C++ has no function for, each as a function: its PTX, and
 // beside it the same in C++, for the CPU device. (PTX is the assembly language that nvcc compiles to; NVIDIA's manual
-// is "Parallel Thread Execution ISA".) The first half of the file needs sm_75 or later, and what came with sm_80 is made
-// of other instructions there; the second half is for Hopper.
+// is "Parallel Thread Execution ISA".) The first half of the file needs sm_75 or later, where what came with sm_80 is
+// made of other instructions; the second half is for Hopper.
 //
 // Tensor cores multiply small matrices that a warp holds together: each of its 32 lanes has a few elements in
 // registers, its fragment. Which lane has which elements, with g = lane / 4 and t = lane % 4:
@@ -107,8 +107,8 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* row CA
 #endif
 }
 
-// A B + C of bf16 numbers on CUDA cores: tensor cores before sm_80 multiply none. A lane gets the pairs that it needs of
-// its rows of A and its columns of B from the lanes that have them. A call, so that kernels do not have it 64 times.
+// A B + C of bf16 numbers on CUDA cores: tensor cores before sm_80 multiply none. A lane gets the pairs that it needs
+// of its rows of A and its columns of B from the lanes that have them. A call, so that kernels do not have it 64 times.
 [[maybe_unused]] __device__ __attribute__((noinline)) float4 mma_bf16_by_shuffles(uint4 a, uint2 b, float4 c) {
     const int l = static_cast<int>(threadIdx.x) % kWarp, row = l / 4 * 4, column = l % 4 * 8;
     const auto low = [](uint32_t pair) { return __uint_as_float(pair << 16); };

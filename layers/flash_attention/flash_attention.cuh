@@ -245,13 +245,13 @@ struct HeadSizes {
 };
 
 // Tiles for GPUs of compute capability 7.5 (Turing), where a block has 64 KiB of shared memory; later ones have 99 or
-// more. Where a Tile takes more than 64, there is a small one with fewer others. Calls f(the tile that this GPU can
-// have).
+// more. Where a Tile for heads of up to 128 columns takes more than 64, there is a small one with fewer others. Calls
+// f(the tile that this GPU can have).
 constexpr size_t kTuringBytes = 64 << 10;
 
 template <class Tile, class SmallTile, class F>
 void with_tile(F&& f) {
-    if constexpr (Tile::kSharedBytes > kTuringBytes && SmallTile::kSharedBytes <= kTuringBytes)
+    if constexpr (Tile::kD <= 128 && Tile::kSharedBytes > kTuringBytes && SmallTile::kSharedBytes <= kTuringBytes)
         if (static_cast<size_t>(device().block_shared_bytes) < Tile::kSharedBytes) return f(SmallTile{});
     f(Tile{});
 }

@@ -10,15 +10,12 @@
 
 namespace {
 
-template <int kD_, int kDv_, bool kSmall_>
+template <int kD_, int kDv_>
 struct ForwardTile {
     static constexpr int kD = kD_, kDv = kDv_;
-    static constexpr bool kSmall = kSmall_;
     static constexpr int kRowTiles = kDv <= 128 ? 2 : 1;  // more would not fit into 255 registers
     static constexpr int kWarpRows = 16 * kRowTiles, kRows = kWarpRows * kWarps,
-                         kKeys = kSmall                                      ? 32
-                                 : (kRowTiles == 2 && kDv > 64) || kDv > 192 ? 48
-                                                                             : 64;
+                         kKeys = (kRowTiles == 2 && kDv > 64) || kDv > 192 ? 48 : 64;
     static constexpr int kQElements = kRows * kPitch<kD>, kKElements = kKeys * kPitch<kD>,
                          kVElements = kKeys * kPitch<kDv>;
     static constexpr size_t kSharedBytes = 2 * (kQElements + kKElements + kVElements);
@@ -30,7 +27,6 @@ template <class Number, class T>
 __global__ void __launch_bounds__(kThreads)
     flash_forward_kernel(Shape shape, Heads<Number> out, float* lse, Heads<const Number> q, Heads<const Number> k,
                          Heads<const Number> v) {
-    if constexpr (T::kSmall && kAfterTuring) return;
     const Mask& mask = shape.mask;
     const int b = static_cast<int>(blockIdx.z), t0 = static_cast<int>(gridDim.x - 1 - blockIdx.x) * T::kRows;
     const int64_t h = blockIdx.y;
@@ -97,16 +93,13 @@ __global__ void __launch_bounds__(kThreads)
 template <class Number>
 void launch(const FlashArguments& a, cudaStream_t stream) {
     MmaSizes::dispatch(a.q.D, a.v.D, [&](auto size) {
-        constexpr int kD = decltype(size)::kD, kDv = decltype(size)::kDv;
-        with_tile<ForwardTile<kD, kDv, false>, ForwardTile<kD, kDv, true>>([&](auto tile) {
-            using T = decltype(tile);
-            const dim3 grid(static_cast<unsigned>(ceil_div(a.T, T::kRows)), static_cast<unsigned>(a.q.count),
-                            static_cast<unsigned>(a.B));
-            allow_shared(flash_forward_kernel<Number, T>, T::kSharedBytes);
-            flash_forward_kernel<Number, T><<<grid, kThreads, T::kSharedBytes, stream>>>(
-                shape_of(a), Heads<Number>(a.out), a.lse, Heads<const Number>(a.q), Heads<const Number>(a.k),
-                Heads<const Number>(a.v));
-        });
+        using T = ForwardTile<decltype(size)::kD, decltype(size)::kDv>;
+        const dim3 grid(static_cast<unsigned>(ceil_div(a.T, T::kRows)), static_cast<unsigned>(a.q.count),
+                        static_cast<unsigned>(a.B));
+        allow_shared(flash_forward_kernel<Number, T>, T::kSharedBytes);
+        flash_forward_kernel<Number, T><<<grid, kThreads, T::kSharedBytes, stream>>>(
+            shape_of(a), Heads<Number>(a.out), a.lse, Heads<const Number>(a.q), Heads<const Number>(a.k),
+            Heads<const Number>(a.v));
         launched("flash_forward_kernel", forward_cost(a));
     });
 }
