@@ -403,9 +403,7 @@ void matmul_wgmma(const Problem& p, cudaStream_t stream) {
 // the mbarriers are initialised again.
 
 void matmul_wgmma_persistent(const Problem& p, cudaStream_t stream) {
-    int n_multiprocessors = 0;
-    cudaCheck(cudaDeviceGetAttribute(&n_multiprocessors, cudaDevAttrMultiProcessorCount, device().index));
-    launch_wgmma<WgmmaTile<256, 3>>(p, n_multiprocessors, stream);
+    launch_wgmma<WgmmaTile<256, 3>>(p, device().sm_count, stream);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

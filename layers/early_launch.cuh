@@ -72,18 +72,13 @@ struct EarlyLaunch {
                          cuda_cpu::Configuration(grid, block, shared_bytes, stream), kernel,
                          static_cast<Parameters>(arguments)...);
 #else
-        static const bool is_possible = [] {
-            int major = 0;
-            cudaCheck(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device().index));
-            return major >= 9;
-        }();
         cudaLaunchAttribute permission{};
         permission.id = cudaLaunchAttributeProgrammaticStreamSerialization;
         permission.val.programmaticStreamSerializationAllowed = 1;
         cudaLaunchConfig_t configuration{};
         configuration.gridDim = grid, configuration.blockDim = block;
         configuration.dynamicSmemBytes = shared_bytes, configuration.stream = stream;
-        configuration.attrs = &permission, configuration.numAttrs = is_possible ? 1 : 0;
+        configuration.attrs = &permission, configuration.numAttrs = device().capability >= 90 ? 1 : 0;
         cudaCheck(cudaLaunchKernelEx(&configuration, kernel, static_cast<Parameters>(arguments)...));
 #endif
     }
