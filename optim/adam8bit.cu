@@ -149,6 +149,7 @@ __global__ void __launch_bounds__(kLanes* kBlocks)
     float m[kLaneN], v[kLaneN];
     load_state(m, m_codes, states.m_scales[b], tables[0]);
     load_state(v, v_codes, states.v_scales[b], tables[1]);
+#pragma unroll
     for (int k = 0; k < kLaneN; k += kUpdated) {
         const int e = element_of(k), n_left = tile.n - e;
         if (n_left <= 0) continue;
