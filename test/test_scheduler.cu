@@ -182,6 +182,12 @@ TEST_CASE("scheduler: as many sequences run together as have pages to their end"
         CHECK(engine.n_steps == answer_n);
         CHECK(engine.scheduler.n_preemptions() == 0);
     }
+    // Two answers whose last row takes a second page: with three pages the second one waits for the first.
+    SimulatedEngine engine = engine_of({16, 3, 0, false, 512, 6, Batching::continuous, Preemption::recompute, 0});
+    for (int32_t i = 0; i < 2; ++i) engine.add(std::vector<int32_t>(16, i), 2);
+    while (!engine.is_done()) engine.step();
+    CHECK(engine.n_steps == 4);
+    CHECK(engine.scheduler.n_preemptions() == 0);
 }
 
 TEST_CASE("scheduler: the latest gives its pages up, and comes back first", "[scheduler]") {
@@ -485,7 +491,10 @@ TEST_CASE("scheduler: what can never run is refused", "[scheduler]") {
     scheduler.add(request);
     CHECK(one_line_with(error_of([&] { scheduler.add(request); }), "added before"));
     CHECK(scheduler.next_step().size() == 1);
-    scheduler.drop(request, *request.sequences[0]);
+    scheduler.fork(request, *request.sequences[0]);
+    CHECK(one_line_with(error_of([&] { scheduler.next_step(); }), "2 sequences", "n is 1"));
+    CHECK(one_line_with(error_of([&] { scheduler.drop(request, Sequence()); }), "no such sequence"));
+    for (int i = 0; i < 2; ++i) scheduler.drop(request, *request.sequences[0]);
     CHECK(one_line_with(error_of([&] { scheduler.next_step(); }), "0 sequences", "remove it"));
     CHECK(one_line_with(error_of([&] { Scheduler({.step_tokens = 0, .max_length = 8}, cache); }), "at least 1 token"));
     CHECK(one_line_with(error_of([&] { Scheduler({}, cache); }), "room for at least 1 token"));
