@@ -270,6 +270,8 @@ TEST_CASE("a draft model's memory is what was planned, and what cannot be is ref
     CHECK(Engine(m.model, options, &small.model).options().draft_tokens == 17);
     options.lookup = 3;
     CHECK_THROWS_WITH(Engine(m.model, options, &small.model), ContainsSubstring("no prompt look-up beside it"));
+    options.lookup = 0, options.draft_tokens = 0;
+    CHECK_THROWS_WITH(Engine(m.model, options, &small.model), ContainsSubstring("at least 1 token, not 0"));
 }
 
 TEST_CASE("a draft model with another tokenizer is refused", "[inference][draft]") {

@@ -314,6 +314,11 @@ TEST_CASE("a cache of one row has room for two tokens, and no look-up is longer 
     options.cache.n_pages -= 1;
     CHECK(Engine(m.model, options).options().scheduler.max_length == options.cache.n_pages * 3);
     CHECK_THROWS_WITH(longest_sequence(config, nullptr, -1), ContainsSubstring("a length of -1 tokens"));
+    Config dynamic = small_llama();
+    dynamic.rope_scaling = {.factor = 2, .original_max_position = dynamic.T_max - 1, .kind = RopeKind::dynamic};
+    CHECK(longest_sequence(dynamic, nullptr, 0) == dynamic.T_max - 1);
+    CHECK_THROWS_WITH(longest_sequence(dynamic, nullptr, dynamic.T_max),
+                      ContainsSubstring("before its dynamic rope scaling begins"));
     // Pages on the host: as many as on the device, or as asked for.
     options.scheduler.preemption = Preemption::swap;
     CHECK(Engine(m.model, options).options().cache.n_host_pages == options.cache.n_pages);
@@ -440,6 +445,8 @@ TEST_CASE("the text of an answer goes on from the prompt, and ends before the fi
     // The prompt alone.
     scored.max_tokens = 0, scored.scores_prompt = true;
     scored.sampling.logprobs = 0;
+    CHECK(run(scored)[0].finish_reason == std::string("length"));
+    scored.prompt[1] = 0;  // a token like the others
     CHECK(run(scored)[0].finish_reason == std::string("length"));
     // Beams, with an end that is the most probable token.
     beams.max_tokens = 5, beams.n = 2, beams.beams = BeamOptions{.n_beams = 3};
