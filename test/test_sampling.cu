@@ -129,7 +129,7 @@ TEST_CASE("sampling: log-probabilities of the token and of the most probable one
             if (V > 1) x[1] = -kInfinity;
             Buffer logits(dtype, {2, Vp}, repeated(x, 2, 3));
             SamplingOptions o = biased({{0, 3}});
-            o.logprobs = 20, o.top_k = 7;
+            o.logprobs = V < kMostTop ? 20 : kMostTop, o.top_k = 7;
             SamplingOptions only_own = o;
             only_own.logprobs = 0;
             TestSampler test(2, V);
@@ -144,7 +144,7 @@ TEST_CASE("sampling: log-probabilities of the token and of the most probable one
             // As the loss in test_cross_entropy.cu, whose sum this is; and two roundings of numbers below 32.
             const double error = (51 + static_cast<double>(V) / 128 + 64) * 0x1p-24;
             const auto expected = [&](int32_t token) { return std::log(p[static_cast<size_t>(token)]); };
-            REQUIRE(sampled[0].top.size() == static_cast<size_t>(std::min<int64_t>(V, 20)));
+            REQUIRE(sampled[0].top.size() == static_cast<size_t>(std::min(V, o.logprobs)));
             for (size_t i = 0; i < sampled[0].top.size(); ++i) {
                 CHECK(sampled[0].top[i].token == order[i]);
                 CHECK(std::abs(sampled[0].top[i].logprob - expected(order[i])) <= error);
