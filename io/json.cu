@@ -121,8 +121,8 @@ class Scan {
         uint32_t code = 0;
         const std::string_view here = text_.substr(std::min(at_, text_.size()), 6);
         if (!here.starts_with("\\u") || here.size() < 6) return 0;
-        const auto [end, error] = std::from_chars(here.data() + 2, here.data() + 6, code, 16);
-        return end == here.data() + 6 && error == std::errc() ? code : 0;
+        const char* const end = std::from_chars(here.data() + 2, here.data() + 6, code, 16).ptr;
+        return end == here.data() + 6 ? code : 0;
     }
 
     void scan_number() {

@@ -62,6 +62,8 @@ TEST_CASE("what is no JSON is refused in one line that says where") {
         CHECK(error(wrong.text).size() < 400);
         const bool is_cut = error(wrong.text).ends_with("...");
         CHECK((is_cut || !error(wrong.text).ends_with('.')));  // a sentence goes on behind it
+        // '?' stands for a line end: of what JsonCpp says only the first line is shown.
+        CHECK(error(wrong.text).find('?') == error(wrong.text).find("?b'"));
     }
     CHECK(error(std::string(8, '[') + std::string(8, ']')) == "");
     CHECK(error("[{}, {}, {}, {}, {}, {}, {}, {}, {}, [], [], [], [], [], [], [], [], []]") == "");

@@ -55,6 +55,19 @@ TEST_CASE("metadata that are null are none, as the reference implementation has 
     CHECK(parse_error(file_of(R"({"__metadata__":null})", "")).empty());
 }
 
+TEST_CASE("an element of each dtype has as many bytes as in the reference implementation") {
+    const std::pair<size_t, std::vector<std::string>> all[] = {
+        {1, {"BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"}},
+        {2, {"U16", "I16", "F16", "BF16"}},
+        {4, {"U32", "I32", "F32"}},
+        {8, {"U64", "I64", "F64", "C64"}}};
+    for (const auto& [bytes, dtypes] : all)
+        for (const std::string& dtype : dtypes)
+            CHECK(parse_error(file_of(
+                      concat(R"({"w":{"dtype":")", dtype, R"(","shape":[3],"data_offsets":[0,)", 3 * bytes, "]}}"),
+                      std::string(3 * bytes, 'x'))) == "");
+}
+
 TEST_CASE("what we write is what the reference implementation writes") {
     TempFolder folder;
     const std::string path = folder / "x.safetensors";

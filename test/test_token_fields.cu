@@ -65,4 +65,11 @@ TEST_CASE("the texts of an answer's tokens together are the answer", "[token_fie
         CHECK(text.substr(text.find_first_not_of(' ')) == "and so on, x x");
         CHECK(text.starts_with(' '));
     }
+    // The token that begins a prompt, which is not scored, is that word.
+    const auto llama2 = load_tokenizer("test/golden/tokenizer/llama2/tokenizer.json");
+    const std::vector<Sampled> tokens = {{.token = llama2->encode("and")[0], .logprob = kUnscored, .top = {}}};
+    int64_t offset = 0;
+    CHECK(parsed_json(logprobs_json(*llama2, tokens, offset).str())["tokens"] ==
+          value(std::vector<std::string>{"and"}));
+    CHECK(offset == 3);
 }
