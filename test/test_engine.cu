@@ -451,7 +451,11 @@ TEST_CASE("the text of an answer goes on from the prompt, and ends before the fi
     // Beams, with an end that is the most probable token.
     beams.max_tokens = 5, beams.n = 2, beams.beams = BeamOptions{.n_beams = 3};
     beams.sampling.temperature = 0;
+    e.engine.start_reports(false);
     CHECK(run(beams).size() == 2);
+    CacheReport expected(e.engine.options().cache, e.engine.options().scheduler.max_length);
+    for (int64_t i = 0; i < beams.beams->n_beams; ++i) expected.finished(4, 5);
+    CHECK(e.engine.cache_report().contiguous().tokens == expected.contiguous().tokens);
     greedy.max_tokens = 1;
     greedy.sampling.temperature = 0;
     const int32_t likely = run(greedy)[0].tokens.at(0).token;
