@@ -60,7 +60,7 @@ std::string Translator::translate() {
             quantifier();
             continue;
         }
-        if (c != '*' && c != '+' && c != '?') atom_ = out_.size();
+        atom_ = out_.size();  // *, + and ? are none, but behind them PCRE2 takes no braces
         if (c == '\\') escape(false);
         else if (c == '[') character_class();
         else if (c == '(') group();
