@@ -291,6 +291,9 @@ TEST_CASE("one token a byte, as a tokenizer.json") {
         return parse_tokenizer(dumped(its), "t")->name();
     };
     CHECK(name_with([](json& f) { f["pre_tokenizer"]["add_prefix_space"] = true; }) == "t");
+    CHECK(name_with([](json& f) {  // its marks are characters
+              f["pre_tokenizer"]["type"] = "Metaspace", f["pre_tokenizer"]["replacement"] = "_";
+          }) == "t");
     CHECK(name_with([](json& f) { f["normalizer"] = parsed_json(R"({"type": "Lowercase"})"); }) == "t");
     const auto add_a = [](json& f) { f["added_tokens"] = value(JsonText::array({added_token("a", 97, false)})); };
     CHECK(name_with(add_a) == "t");
@@ -396,7 +399,9 @@ TEST_CASE("a post_processor puts its tokens around a prompt") {
     auto change = [&](auto&& more) {
         return refusal([&](json& f) { around(f), more(f["post_processor"]["processors"][1]); });
     };
-    CHECK(one_line_with(change([](json& p) { p["special_tokens"]["y"]["ids"][0] = 99; }), "post_processor", "lacks"));
+    for (const int id : {-1, 5, 12, 99})  // 5: the vocabulary ends with 4, and the added tokens begin with 10
+        CHECK(one_line_with(change([id](json& p) { p["special_tokens"]["y"]["ids"][0] = id; }), "post_processor adds",
+                            "lacks"));
     CHECK(one_line_with(change([](json& p) { p["special_tokens"].removeMember("y"); }), "no ids"));
     CHECK(one_line_with(change([](json& p) {
                             json removed;

@@ -88,6 +88,8 @@ TEST_CASE("what a quantifier repeats, and where a class ends, is as in Oniguruma
     };
     CHECK(replaced("(ab){2}+", "ababab") == "-ab");
     CHECK(replaced("a{{2}+", "a{{{{{") == "-{");
+    CHECK(replaced("a{,2}", "aaaa") == "--");
+    for (const char* text : {"a{,}", "a{}", "a{,"}) CHECK(replaced(text, concat("a", text).c_str()) == "a-");
     CHECK(replaced("[]\\w]", "a]!") == "--!");
 }
 
