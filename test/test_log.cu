@@ -174,8 +174,10 @@ TEST_CASE("log.csv: a resumed run keeps the rows up to its step byte for byte an
     CHECK(folder.listing() == "log.csv");
     CsvLog(path, 100);
     CHECK(slurp(path) == kept + "3,768,9,,,,,,,\n");
+    const std::string before = header + "0,0,,2.5,,,,,,\n";
+    spit(path, before + "1,256,2.4,,,,,,,\n");
     CsvLog(path, 0);
-    CHECK(slurp(path) == header);
+    CHECK(slurp(path) == before);
     std::filesystem::remove(path);
     CsvLog(path, 5);  // the log was deleted, the run goes on
     CHECK(slurp(path) == header);

@@ -586,10 +586,13 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
                 400, "tokens", "max_completion_tokens");
     refused(post(R"({"messages": []})", "", talk), 400, "a list of messages", "messages");
     const std::string message = R"({"messages": [{"role": "user", "content": "a"}], )";
-    CHECK(post(message + R"("max_tokens": 1, "response_format": {"type": "text"}, "modalities": ["text"], "tools": [],
+    CHECK(
+        post(
+            message +
+                R"("max_completion_tokens": 1, "response_format": {"type": "text"}, "modalities": ["text"], "tools": [],
                             "tool_choice": "none"})",
-               "", talk)
-              .status == 200);
+            "", talk)
+            .status == 200);
     for (const auto& [field, other] :
          std::map<std::string, std::string>{{"tools", "[{}]"},
                                             {"tool_choice", "\"auto\""},
