@@ -288,11 +288,14 @@ TEST_CASE("a new checkpoint removes older ones, and no copy that somebody keeps 
     for (int64_t step = 1; step <= 4; ++step) {
         CheckpointWriter writer(folder.path, step);
         writer.commit(2);
-        if (step == 2) make_folder(checkpoints + "/step-00000002-good"), make_folder(checkpoints + "/step-before");
+        if (step == 2)
+            for (const char* name : {"/step-00000002-good", "/step-before", "/good-00000002"})
+                make_folder(checkpoints + name);
     }
     CHECK(find_checkpoints(folder.path) == std::vector{checkpoints + "/step-00000004", checkpoints + "/step-00000003"});
     CHECK(is_there(checkpoints + "/step-00000002-good"));
     CHECK(is_there(checkpoints + "/step-before"));
+    CHECK(is_there(checkpoints + "/good-00000002"));
     // A run that begins again: what came later goes, as does what a killed run left; the best one stays beside those
     // that are kept. Neither a file nor a name without a number is a checkpoint.
     spit(checkpoints + "/step-9", ""), make_folder(checkpoints + "/step-"), make_folder(checkpoints + "/step-7.tmp");
