@@ -439,12 +439,13 @@ TEST_CASE("who writes a batch's requests into a pipe has each answer before the 
     const Outcome batch = run_shell(
         concat("export OMP_NUM_THREADS=1; cd ", folder.path, "; mkfifo in out; exec 3<>in 4<>out; ",
                program_path("generate"), " --model ", trained_run(), " --batch in --out out > told 3>&- 4>&- & ",
-               "for id in 7 8 9; do printf '{\"id\": %d, \"prompt\": ' $id >&3; sleep 0.05; ",
+               "for id in 7 8 18446744073709551615; do printf '{\"id\": %s, \"prompt\": ' $id >&3; sleep 0.05; ",
                "echo '\"a\", \"tokens\": 2}' >&3; timeout 10 head -n 1 <&4; done; exec 3>&-; wait $!; echo status $?"));
     INFO(batch.out << batch.err);
     std::istringstream lines(batch.out);
     std::string line;
-    for (const int id : {7, 8, 9}) CHECK((std::getline(lines, line) && line.starts_with(concat("{\"id\":", id, ","))));
+    for (const uint64_t id : {uint64_t{7}, uint64_t{8}, ~uint64_t{0}})
+        CHECK((std::getline(lines, line) && line.starts_with(concat("{\"id\":", id, ","))));
     CHECK((std::getline(lines, line) && line == "status 0"));
 }
 
