@@ -93,6 +93,12 @@ TEST_CASE("what a quantifier repeats, and where a class ends, is as in Oniguruma
     CHECK(replaced("[]\\w]", "a]!") == "--!");
 }
 
+TEST_CASE("ByteFallback takes nothing but a byte for one") {
+    const Decoder::Step step = decode_byte_fallback();
+    CHECK(step("<0x4a>", false) == "J");
+    for (const char* text : {"<0x4a]", "<0x4g>", "<0x4>", "<0x04a>", "<0y4a>"}) CHECK(step(text, false) == text);
+}
+
 TEST_CASE("patterns that cannot be used are refused in one line") {
     auto refusal = [](const char* pattern) { return error_of([&] { Regex(pattern, "tokenizer.json"); }); };
     CHECK(refusal("a|b") == "");
