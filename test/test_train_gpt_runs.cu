@@ -15,6 +15,7 @@
 #include <cerrno>
 #include <cmath>
 #include <cstring>
+#include <tuple>
 
 namespace {
 
@@ -78,6 +79,40 @@ TEST_CASE("what is left of a cosine is stretched, and a new schedule can begin",
     REQUIRE(rows.size() == 40);
     CHECK(*rows[34].lr == Approx(2e-3).epsilon(1e-7));
     CHECK(*rows[39].lr == Approx(2e-4).epsilon(1e-7));
+}
+
+TEST_CASE("a state is read as it was written", "[train_gpt]") {
+    const TempFolder folder;
+    spit(folder / "config.json", "{}");
+    const RunState written{.step = 1,
+                           .updates = 2,
+                           .sequences = 3,
+                           .tokens = 4,
+                           .loss_scale = 0.1,
+                           .good_steps = 5,
+                           .overflows = 6,
+                           .data = DataIdentity{7, 8, 9, 0xfedcba9876543210},
+                           .schedule = Schedule{"wsd", 0.3, 0.4, 0.5, 10, 11, 12, 13, 0.6},
+                           .best = BestStep{14, 0.7},
+                           .options = {{"--steps", "11"}}};
+    write_state(folder.path, written);
+    const RunState read = read_state(folder.path);
+    const auto numbers = [](const RunState& s) {
+        return std::tuple(s.step, s.updates, s.sequences, s.tokens, s.loss_scale, s.good_steps, s.overflows);
+    };
+    CHECK(numbers(read) == numbers(written));
+    const auto of_data = [](const DataIdentity& d) {
+        return std::tuple(d.train_n, d.val_n, d.train_checksum, d.val_checksum);
+    };
+    CHECK(of_data(read.data.value()) == of_data(*written.data));
+    const auto of_schedule = [](const Schedule& s) {
+        return std::tuple(s.name, s.peak, s.min_ratio, s.decay_fraction, s.warmup, s.steps, s.from, s.until,
+                          s.position);
+    };
+    CHECK(of_schedule(read.schedule.value()) == of_schedule(*written.schedule));
+    CHECK(read.best.value().step == 14);
+    CHECK(read.best->val_loss == 0.7);
+    CHECK(read.options == written.options);
 }
 
 TEST_CASE("a checkpoint of an earlier version has the schedule that its flags say", "[train_gpt]") {
@@ -468,10 +503,16 @@ TEST_CASE("Ctrl-C is answered at once, and the second says what is lost", "[prog
                         "await 'step' out; kill -USR1 $pid; kill -HUP $pid; wait $pid; echo status $?");
     CHECK_THAT(closed.out, ContainsSubstring("status 0"));
     CHECK_THAT(slurp(folder / "out"), ContainsSubstring("stopped after step"));
+    // But not where nohup has started the run.
+    std::filesystem::remove_all(run);
+    with_background(folder, "trap '' HUP; " + command("--steps 100000 --val-fraction 0 --out " + run),
+                    "await 'step' out; kill -HUP $pid; kill -USR1 $pid; wait $pid");
+    CHECK_THAT(slurp(folder / "err"), ContainsSubstring(", then saving\n") && !ContainsSubstring("Ctrl-C"));
     // The reader of the output goes away.
     std::filesystem::remove_all(run);
     const Outcome piped = run_shell(command("--steps 100000 --val-fraction 0 --out " + run) + " | head -3");
     CHECK_THAT(piped.err, ContainsSubstring("finishing step "));
+    CHECK(std::ranges::count(piped.err, '\n') == 1);  // however many lines were printed after that
     CHECK(latest_checkpoint(run).has_value());
     // During the sample, which would take 10 s: it ends, one step is made and saved.
     std::filesystem::remove_all(run);
@@ -483,6 +524,14 @@ TEST_CASE("Ctrl-C is answered at once, and the second says what is lost", "[prog
     CHECK_THAT(slurp(folder / "out"), ContainsSubstring("---- sample before training ----") &&
                                           ContainsSubstring("stopped after step 1 of 1000"));
     CHECK(newest_checkpoint(run) == run + "/checkpoints/step-00000001");
+    // During the sample behind the last step, when nothing is left to be saved.
+    std::filesystem::remove_all(run);
+    REQUIRE(train("--steps 2 --out " + run).status == 0);
+    const Outcome done = with_background(
+        folder, concat("exec ", program_path("train_gpt"), kUntimed, " --resume --sample 100000 --out ", run),
+        "await 'total' out; kill -INT $pid; await 'ending' err; wait $pid; echo status $?");
+    CHECK_THAT(done.out, ContainsSubstring("status 0"));
+    CHECK(slurp(folder / "err") == "all steps are saved; ending the sample; press Ctrl-C again to end at once\n");
 }
 
 TEST_CASE("Ctrl-C ends with the step that it names, also where the next one is launched early",
