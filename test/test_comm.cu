@@ -495,6 +495,11 @@ TEST_CASE("wrong calls and wrong options are one clear line", "[comm]") {
     CHECK_THAT(call([](Comm& c, Tensor a, Tensor) { c.broadcast(a, 2, nullptr); }), ContainsSubstring("root 2 of 2"));
     CHECK_THAT(call([](Comm& c, Tensor a, Tensor) { c.send(a, c.rank, nullptr); }), ContainsSubstring("send: rank"));
     CHECK_THAT(call([](Comm& c, Tensor, Tensor) { c.split({1 - c.rank}, "x"); }), ContainsSubstring("among them"));
+    CHECK_THAT(call([](Comm& c, Tensor, Tensor) {
+                   std::vector<std::unique_ptr<Comm>> parts;
+                   for (int i = 0; i < 64; ++i) parts.push_back(c.split({c.rank}, "x"));
+               }),
+               ContainsSubstring("more than 64 communicators"));
     RankOptions options = threads(2);
     options.comm = "carrier pigeon";
     CHECK_THAT(error_of(options, [](Comm&) {}), ContainsSubstring("--comm carrier pigeon: use auto"));

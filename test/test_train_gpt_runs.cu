@@ -669,6 +669,7 @@ TEST_CASE("the command that continues a run is whole", "[program][train_gpt]") {
     INFO(processes.out << processes.err << out << err);
     CHECK(processes.out == "status 0\n");
     CHECK_THAT(err, ContainsSubstring("finishing step ") && ContainsSubstring(", then saving\n"));
+    CHECK(err.find("finishing") == err.rfind("finishing"));  // of one of the ranks
     CHECK_THAT(out, ContainsSubstring("stopped after step ") &&
                         ContainsSubstring(concat("Continue with:  mpirun --oversubscribe -np 2 ", printed, " --out ",
                                                  folder / "b", " --resume --zero 1\n")));
