@@ -259,14 +259,17 @@ TEST_CASE("hosts tell each other more than their buffer holds at a time", "[comm
 }
 
 TEST_CASE("ranks wait longer for one that reads or writes a model", "[comm]") {
-    run_ranks(threads(3), [](Comm& world) {
+    std::atomic<bool> all_done = false;
+    run_ranks(threads(3), [&](Comm& world) {
         double& timeout_s = world.state().options.timeout_s;
         const double before = std::exchange(timeout_s, 0.1);  // when all have started
         world.patiently([&] {
             if (world.rank == 0) std::this_thread::sleep_for(std::chrono::milliseconds(300));
             gather_numbers(world, {1});
             if (world.rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+            if (world.rank == 1) all_done = true;
         });
+        check(all_done, "rank ", world.rank, " goes on before rank 1 is done");
         timeout_s = before;
     });
     // And no longer than before when that is done.
@@ -492,6 +495,10 @@ TEST_CASE("wrong calls and wrong options are one clear line", "[comm]") {
                ContainsSubstring("all_reduce: out is f32"));
     CHECK_THAT(call([](Comm& c, Tensor a, Tensor) { c.all_gather(a, a, nullptr); }),
                ContainsSubstring("expected out : inp = 2 : 1"));
+    CHECK_THAT(call([](Comm& c, Tensor a, Tensor) {
+                   c.all_gather(a, a, {0, 12, 10}, nullptr);
+               }),
+               ContainsSubstring("all_gather: 3 boundaries up to 10 of f32"));
     CHECK_THAT(call([](Comm& c, Tensor a, Tensor) { c.broadcast(a, 2, nullptr); }), ContainsSubstring("root 2 of 2"));
     CHECK_THAT(call([](Comm& c, Tensor a, Tensor) { c.send(a, c.rank, nullptr); }), ContainsSubstring("send: rank"));
     CHECK_THAT(call([](Comm& c, Tensor, Tensor) { c.split({1 - c.rank}, "x"); }), ContainsSubstring("among them"));
