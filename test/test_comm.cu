@@ -242,6 +242,19 @@ TEST_CASE("hosts meet: none goes on before all have come, whatever is in the str
     CHECK(come == 100);
 }
 
+TEST_CASE("a barrier: no stream goes on before all have come", "[comm]") {
+    std::atomic<int> come = 0;
+    run_ranks(threads(5), [&](Comm& world) {
+        for (int round = 1; round <= 10; ++round) {
+            if (world.rank == round % 5) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+            ++come;
+            world.barrier(device().stream);
+            cudaCheck(cudaStreamSynchronize(device().stream));
+            check(come >= 5 * round, "rank ", world.rank, " went on when ", come.load(), " had come");
+        }
+    });
+}
+
 TEST_CASE("hosts tell each other more than their buffer holds at a time", "[comm]") {
     std::string text;
     std::vector<int64_t> numbers;
