@@ -115,6 +115,15 @@ TEST_CASE("a state is read as it was written", "[train_gpt]") {
     CHECK(read.options == written.options);
 }
 
+TEST_CASE("of several checkpoints that cannot be read the newest is named", "[train_gpt]") {
+    const TempFolder folder;
+    for (const std::string step : {"1", "2"}) {
+        std::filesystem::create_directories(folder / ("checkpoints/step-0000000" + step));
+        spit(folder / ("checkpoints/step-0000000" + step + "/state.json"), "{");
+    }
+    CHECK_THAT(error_of([&] { readable_checkpoint(folder.path); }), ContainsSubstring("step-00000002/state.json"));
+}
+
 TEST_CASE("a checkpoint of an earlier version has the schedule that its flags say", "[train_gpt]") {
     TrainOptions o;
     o.typed_schedule = {.peak = 3e-3, .warmup = -1};
@@ -136,6 +145,7 @@ TEST_CASE("a longer run is told what becomes of its schedule, whatever the sched
             TrainOptions o;
             o.typed_schedule = whole;
             o.steps = 60;
+            const double before = learning_rate(whole, step);
             const auto [schedule, change] = resumed_schedule(o, saved);
             whole.steps = 60;
             bool goes_on = true;  // as if the run had begun with 60 steps
@@ -146,6 +156,9 @@ TEST_CASE("a longer run is told what becomes of its schedule, whatever the sched
                                : step == 40 ? "it had come to its end, and the learning rate stays"
                                             : "what was left of it is stretched over steps 21 to 60";
             CHECK_THAT(change, ContainsSubstring(concat("schedule ", name, " to step 60 instead of 40: ", says)));
+            CHECK_THAT(change,
+                       ContainsSubstring(concat(" (learning rate ", before, " in step ", step, ", ",
+                                                learning_rate(schedule, step + 1), " in step ", step + 1, ")")));
         }
 }
 
