@@ -188,6 +188,41 @@ TEST_CASE("flags that say the same twice are no mistake", "[mistyped]") {
     CHECK(parse({"--out", "/"}).out == "/");
 }
 
+TEST_CASE("what several flags mean together", "[mistyped]") {
+    CHECK(parse({"--init", "test/golden/gpt2"}).schedule.peak == 3e-4);  // a tenth, and the number that reads so
+    // Gradients are in float32 where they are added up, of micro-batches of a rank or of chunks of the head.
+    const auto grad_dtype = [](std::vector<std::string> flags) {
+        flags.insert(flags.end(), {"--dtype", "bf16"});
+        return parse(flags).precision.grad_dtype;
+    };
+    CHECK(grad_dtype({"--ranks", "2", "--batch", "4", "--micro-batch", "2"}) == DType::bf16);
+    CHECK(grad_dtype({"--ranks", "2", "--batch", "4", "--micro-batch", "1"}) == DType::f32);
+    CHECK(grad_dtype({"--head-chunks", "2"}) == DType::f32);
+    CHECK(parse({"--plan", "--params", "7e9", "--ranks", "3"}).batch == 3);  // any that the ranks can share
+    CHECK(parse({"--optimizer", "muon", "--eps", "1e-6"}).optimizer_options.eps == 1e-6f);
+    CHECK(parse({"--batch", "65535"}).batch == 65535);
+    CHECK(parse({"--seq", "1"}).sample_tokens == 0);
+    const std::pair<std::vector<std::string>, const char*> refused[] = {
+        {{"--optimizer", "lion", "--eps", "1e-6"}, "--eps has no effect with --optimizer lion"},
+        {{"--batch", "65536"}, "a micro-batch can have at most 65535 sequences"},
+        {{"--dtype", "bf16", "--grad-dtype", "fp16"}, "--grad-dtype fp16 with --dtype bf16: use fp32, same or auto"},
+        {{"--ranks", "2", "--compress", "powersgd", "--compress-rank", "17"}, "--compress-rank 17: use 1 to 16"},
+        {{"--ranks", "2", "--compress", "1bit", "--dtype", "fp16", "--grad-dtype", "fp32"}, "--compress 1bit adds the"},
+        {{"--ranks", "2", "--compress", "fp8", "--dtype", "bf16"}, "--compress fp8 compresses float32 gradients"},
+        {{"--plan", "--params", "7e9", "--ranks", "2", "--tp", "2"}, "--params with --tp or --pp"},
+        {{"--plan", "--account"}, "--plan and --account: give one of them"},
+        {{"--ranks", "2", "--dp-mode", "naive", "--zero", "1"}, "--dp-mode naive keeps all states with rank 0"},
+        {{"--ranks", "2", "--offload", "params", "--compress", "bf16"}, "--offload params with --compress"},
+        {{"--offload", "optimizer", "--dtype", "bf16", "--master", "none"}, "--offload optimizer with --master none"},
+        {{"--ranks", "2", "--tp", "2", "--tp-overlap"}, "--tp-overlap is about the rows that travel with --sp"},
+        {{"--ranks", "2", "--tp", "2", "--sp", "--tp-overlap", "--dtype", "fp8"},
+         has_fp8() ? "--tp-overlap with --dtype fp8" : "fp8 matrix products need"},
+        {{"--dtype", "fp8", "--seq", "24"}, has_fp8() ? "is not a multiple of 16" : "fp8 matrix products need"},
+    };
+    for (const auto& [arguments, words] : refused)
+        CHECK(one_line_with(error_of([&, its = arguments] { parse(its); }), words));
+}
+
 TEST_CASE("a graph and a step ahead are refused where they cannot be, and left out where nobody asks", "[mistyped]") {
     const std::pair<std::vector<std::string>, const char*> refused[] = {
         {{"--graph", "maybe"}, "--graph maybe: use on, off or auto"},
