@@ -220,6 +220,13 @@ TEST_CASE("a folder has one writer, and a lock that was left behind is taken ove
     }
     next_flock_error = ENOLCK;  // a file system without locks: nobody is taken for a writer
     CHECK_NOTHROW(check_not_written(run));
+    // There the process number tells, of a process on this host.
+    for (const auto& [holder, says] : {std::pair("1 " + host(), "is being written by process 1 on this host"),
+                                       {"1 elsewhere", "if it has ended, delete "}}) {
+        spit(run + "/lock", holder + "\n");
+        next_flock_error = ENOLCK;
+        CHECK_THROWS_WITH(RunFolder(run), ContainsSubstring(says));
+    }
     {  // All ranks ask at the same time.
         const int other = ::open((run + "/lock").c_str(), O_RDONLY);
         CHECK(::flock(other, LOCK_SH) == 0);
@@ -310,15 +317,19 @@ TEST_CASE("the room on a disk is what a user may have, and a run that is done ne
     const std::string done = folder / "done";
     REQUIRE(train("--steps 2 --out " + done).status == 0);
     spit(folder / "disk.c",
+         "#include <stdlib.h>\n"
          "#include <sys/statvfs.h>\n"
          "int statvfs(const char* path, struct statvfs* disk) {\n"
          "    (void)path;\n"
          "    *disk = (struct statvfs){.f_frsize = 4096, .f_blocks = 1 << 30, .f_bfree = 1 << 20, .f_bavail = 512};\n"
+         "    if (getenv(\"NO_SIZES\")) *disk = (struct statvfs){0};\n"
          "    return 0;\n}\n");
     REQUIRE(run_shell(concat("cc -shared -fPIC -o ", folder / "disk.so ", folder / "disk.c")).status == 0);
     const std::string disk = "env LD_PRELOAD=" + folder / "disk.so";
     CHECK(one_line_with(line_of(train("--steps 2 --out " + folder / "new", disk)),
                         "the disk of " + folder.path + " has 2.00 MiB free, and this run needs "));
+    // A file system that does not know its size.
+    CHECK(train("--steps 2 --val-every 0 --out " + folder / "new", disk + " NO_SIZES=1").status == 0);
     const Outcome resumed = run_program("train_gpt", "--resume --out " + done, disk);
     INFO(resumed.err);
     CHECK(resumed.status == 0);
