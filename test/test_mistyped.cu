@@ -223,6 +223,18 @@ TEST_CASE("what several flags mean together", "[mistyped]") {
         CHECK(one_line_with(error_of([&, its = arguments] { parse(its); }), words));
 }
 
+TEST_CASE("the preset tiny is as long as --seq; what its sizes allow at most", "[mistyped]") {
+    std::optional<RunModel> model;
+    const auto fault = [&](const std::vector<std::string>& flags) { return open_model(parse(flags), model); };
+    CHECK(fault({"--seq", "4000"}) == "");
+    CHECK(model.value().config.T_max == 4000);
+    const std::string blocks = concat(model->config.L);
+    CHECK(fault({"--recompute", blocks}) == "");
+    CHECK(fault({"--batch", "2", "--seq", "64", "--head-chunks", "128"}) == "");
+    CHECK_THAT(fault({"--batch", "2", "--seq", "64", "--head-chunks", "129"}),
+               ContainsSubstring("has only 128 tokens"));
+}
+
 TEST_CASE("a graph and a step ahead are refused where they cannot be, and left out where nobody asks", "[mistyped]") {
     const std::pair<std::vector<std::string>, const char*> refused[] = {
         {{"--graph", "maybe"}, "--graph maybe: use on, off or auto"},

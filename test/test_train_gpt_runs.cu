@@ -491,7 +491,7 @@ TEST_CASE("--eot says where the documents of a shard begin", "[program][train_gp
     INFO(known.err);
     CHECK(known.status == 0);
     CHECK(one_line_with(line_of(train("--eot 7 --out " + (folder / "b"))), "it belongs to token shards"));
-    CHECK(one_line_with(line_of(train("--eot 400 " + flags + (folder / "b"))), "vocabulary of 256"));
+    CHECK(one_line_with(line_of(train("--eot 256 " + flags + (folder / "b"))), "vocabulary of 256"));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ void check_documents(const TokenMix& mix) {
     std::string descriptions;
     for (const MixedSource& source : mix) {
         const TokenSource& tokens = source.tokens;
-        if (tokens.n() < 2 || !tokens.document_starts(1, tokens.n() - 1).empty()) return;
+        if (!tokens.document_starts(1, tokens.n() - 1).empty()) return;
         descriptions += tokens.description() + ": ";
     }
     fail("--mask-documents: ", descriptions,
