@@ -618,6 +618,8 @@ TEST_CASE("parameter_count counts what is placed, flops_per_token what multiplie
     std::vector<Config> configs = hugging_face_models();
     configs.push_back(small_qwen2());
     configs.back().window = 3, configs.back().n_full_layers = 28;  // more layers than it has
+    configs.push_back(small_qwen2());
+    configs.back().window = 12;  // longer than the text
     for (const Config& config : configs) {
         Arena weights("values"), grads("grads"), masters("masters");
         const Model model = build_model(config, {}, 8, weights, grads, masters);
