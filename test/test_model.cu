@@ -812,6 +812,13 @@ TEST_CASE("a model that does not fit together is refused", "[model]") {
     c = small_llama();
     c.D = 7;
     CHECK_THROWS_WITH(check_config(c), ContainsSubstring("must be even"));
+    c = small_gpt2();
+    for (int i = 0; i < 5; ++i) {
+        Config other = c;
+        other.window = i == 0, other.qkv_bias = i == 1, other.attn_out_bias = i == 2, other.mlp_bias = i == 3;
+        other.qk_norm = i == 4;
+        CHECK_THROWS_WITH(check_config(other), ContainsSubstring("are there for grouped-query attention"));
+    }
     CHECK_THROWS_WITH(load_config("gpt5"), ContainsSubstring("use one of tiny, gpt2"));
     Arena a("a"), b("b"), d("d");
     CHECK_THROWS_WITH(build_model(small_gpt2(), {}, 41, a, b, d), ContainsSubstring("longer than the 40 positions"));
