@@ -164,6 +164,24 @@ TEST_CASE("two levels: machines of equal and of different numbers of ranks", "[c
     });
 }
 
+TEST_CASE("what an all_reduce of 4 ranks sends is what the files of the algorithms say", "[comm]") {
+    const int64_t n = 1024, bytes = 4 * n;
+    std::atomic<int64_t> by_tree = 0;
+    run_ranks(threads(4), [&](Comm& world) {
+        const comm_check::Buffer x(DType::f32, n);
+        const comm_check::CommMemory memory(world, n);
+        for (const AllReduce algorithm : comm_check::kAlgorithms) {
+            world.algorithm = algorithm;
+            const int64_t before = world.traffic().sent;
+            world.all_reduce(x.tensor, device().stream);
+            const int64_t sent = world.traffic().sent - before;
+            if (algorithm == AllReduce::tree) by_tree += sent;
+            else check(sent == 2 * 3 * bytes / 4, all_reduce_name(algorithm), ": ", sent);
+        }
+    });
+    CHECK(by_tree == 2 * 3 * bytes);
+}
+
 TEST_CASE("all_reduce repeats bit for bit, and the library's is reduce_scatter and all_gather", "[comm]") {
     const int n = GENERATE(3, 4);
     run_ranks(threads(n), [&](Comm& world) {
@@ -515,6 +533,10 @@ TEST_CASE("wrong calls and wrong options are one clear line", "[comm]") {
     CHECK_THAT(call([](Comm& c, Tensor a, Tensor) { c.broadcast(a, 2, nullptr); }), ContainsSubstring("root 2 of 2"));
     CHECK_THAT(call([](Comm& c, Tensor a, Tensor) { c.send(a, c.rank, nullptr); }), ContainsSubstring("send: rank"));
     CHECK_THAT(call([](Comm& c, Tensor, Tensor) { c.split({1 - c.rank}, "x"); }), ContainsSubstring("among them"));
+    CHECK_THAT(call([](Comm& c, Tensor, Tensor) {
+                   check_same_everywhere(c, {static_cast<size_t>(1 + c.rank), {"a thing", "the same"}});
+               }),
+               ContainsSubstring("rank 1: this rank runs another version of the program"));
     CHECK_THAT(call([](Comm& c, Tensor, Tensor) {
                    std::vector<std::unique_ptr<Comm>> parts;
                    for (int i = 0; i < 64; ++i) parts.push_back(c.split({c.rank}, "x"));
