@@ -459,6 +459,7 @@ TEST_CASE("a mix has its shares in every thousand sequences, and each source its
         mix.push_back({open(folder / concat(k, ".bin")), shares[k]});
     }
     const BatchReader reader(mix, T, 3), again(mix, T, 3);
+    CHECK(one_line_with(error_of([&] { BatchReader({mix[0], mix[1]}, T, 3); }), "add up to 800, not to 1000"));
     CHECK(reader.sequences_per_epoch() == 1249 + 749 + 224);
     std::vector<int64_t> starts_of[3];
     bool mixed = false;  // the sources take turns; they do not come one after the other

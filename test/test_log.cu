@@ -324,6 +324,7 @@ TEST_CASE("numbers as people read them") {
     CHECK(human_count(2.5e15) == "2500T");
     CHECK(human_count(-1500) == "-1.5k");
     CHECK(human_count(NAN).find("nan") != std::string::npos);
+    CHECK(human_count(INFINITY) == "inf");
 
     CHECK(human_bytes(0) == "0 B");
     CHECK(human_bytes(1023) == "1023 B");
@@ -332,6 +333,7 @@ TEST_CASE("numbers as people read them") {
     CHECK(human_bytes(16.0 * (1 << 20)) == "16.0 MiB");
     CHECK(human_bytes(1023.7 * 1024) == "1.00 MiB");
     CHECK(human_bytes(1000.0 * 1024) == "1000 KiB");
+    CHECK(human_bytes(0x1p52) == "4096 TiB");
 
     CHECK(human_seconds(5e-6) == "5 us");
     CHECK(human_seconds(0.0123) == "12.3 ms");
@@ -339,6 +341,7 @@ TEST_CASE("numbers as people read them") {
     CHECK(human_seconds(59.4) == "59s");
     CHECK(human_seconds(59.6) == "1m 00s");
     CHECK(human_seconds(83) == "1m 23s");
+    CHECK(human_seconds(1e10) == "317 years");
     CHECK(human_seconds(7385) == "2h 03m");
     CHECK(human_seconds(90000) == "1d 01h");
     for (double unknown : {double{NAN}, double{INFINITY}, -1.0}) CHECK(human_seconds(unknown) == "?");

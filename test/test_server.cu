@@ -631,7 +631,10 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     refused(ask(server, "POST /v1/completions HTTP/1.1\r\nContent-Type: application/jsonl\r\nContent-Length: 2\r\n" +
                             key + "\r\n{}"),
             415, "application/jsonl");
-    refused(post("{}", "Content-Encoding: gzip\r\n"), 400, "cannot be read as gzip, its Content-Encoding");
+    for (const char* coding : {"gzip", "deflate"})
+        refused(post("{}", concat("Content-Encoding: ", coding, "\r\n")), 400,
+                concat("cannot be read as ", coding, ", its Content-Encoding"));
+    refused(post("{}", "Content-Encoding: identity\r\n"), 400, "\"prompt\" is missing", "prompt");
     refused(post("{}", "Content-Encoding: br\r\n"), 415, "compressed with br: send it as it is");
     refused(ask(server,
                 "POST /v1/completions HTTP/1.1\r\nContent-Type: text/plain\r\nContent-Length: 2\r\n" + key + "\r\n{}"),
