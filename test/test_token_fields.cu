@@ -3,9 +3,9 @@
 #include "json.h"
 
 TEST_CASE("logit_bias is the same as text and as JSON", "[token_fields]") {
-    const LogitBias expected = {{13, -100}, {25, 2.5}};
-    CHECK(parse_logit_bias("--flag", "13:-1e2,25:2.5") == expected);
-    CHECK(read_logit_bias(value({{"25", 2.5}, {"13", -100}})) == expected);
+    const LogitBias expected = {{13, -100}, {25, 2.5}, {7, 1}};
+    CHECK(parse_logit_bias("--flag", "13:-1e2,25:2.5,7:1") == expected);
+    CHECK(read_logit_bias(value({{"25", 2.5}, {"13", -100}, {"7", 1}})) == expected);
     const std::pair<const char*, const char*> wrong[] = {
         {"13", "--flag 13: give ID:VALUE, or several with commas between them"},
         {"13:1,", "give ID:VALUE"},
