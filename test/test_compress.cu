@@ -440,6 +440,15 @@ TEST_CASE("a gradient that is infinite or no number is not compressed away", "[c
     CHECK_FALSE(std::isfinite(run.results[0][0][100]));
 }
 
+TEST_CASE("gradients that are almost zero stay numbers", "[compress]") {
+    const Compression kind = GENERATE(from_range(std::begin(kKinds), std::end(kKinds)));
+    CAPTURE(static_cast<int>(kind));
+    const Run run =
+        run_compressor({.kind = kind}, 2, 2, [](int, int, int64_t i) { return i % 2 == 0 ? 1e-37f : 0.0f; });
+    for (const auto& of_ranks : run.results)
+        CHECK(std::ranges::all_of(of_ranks[0], [](float x) { return std::isfinite(x); }));
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Training
 
