@@ -67,6 +67,8 @@ TEST_CASE("loss scales as text", "[loss_scaler]") {
     CHECK(!parse_loss_scale("1").dynamic);
     CHECK(parse_loss_scale("1024").start == 1024);
     CHECK(parse_loss_scale("1.5e3").start == 1500);
+    // A static scale may be larger than any that the dynamic one grows to: up to 2^120.
+    CHECK(parse_loss_scale("1329227995784915872903807060280344576").start == 0x1p120);
     for (const char* text : {"", "Dynamic", "static", "1024x", "1e999", "--"})
         CHECK_THAT(error_of([&] { parse_loss_scale(text); }), ContainsSubstring("use dynamic, or a number such as"));
     for (const char* text : {"0", "-8", "0.5", "nan", "inf", "1e300"})
@@ -74,8 +76,11 @@ TEST_CASE("loss scales as text", "[loss_scaler]") {
     const auto error = [](const LossScaleOptions& options) { return error_of([&] { LossScaler scaler(options); }); };
     CHECK(error({}).empty());
     CHECK_THAT(error({.growth = 1}), ContainsSubstring("growth is 1"));
+    CHECK_THAT(error({.growth = INFINITY}), ContainsSubstring("growth is inf"));
     CHECK_THAT(error({.backoff = 1}), ContainsSubstring("backoff is 1"));
+    CHECK_THAT(error({.backoff = 0}), ContainsSubstring("backoff is 0"));
     CHECK_THAT(error({.largest = 8}), ContainsSubstring("largest loss scale is 8"));
+    CHECK_THAT(error({.largest = 0x1p121}), ContainsSubstring("largest loss scale is 2.65846e+36"));
     CHECK_THAT(error({.interval = 0}), ContainsSubstring("after 0 good steps"));
 }
 

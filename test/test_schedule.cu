@@ -166,6 +166,10 @@ TEST_CASE("a schedule that is given other steps goes on by its rule", "[schedule
     CHECK(longer.last_step() == 310);
     for (int64_t s = 121; s <= 310; ++s) CHECK(learning_rate(longer, s) == learning_rate(whole, s));
     CHECK_THAT(error_of([] { continue_schedule(make("cosine"), 60, 60); }), ContainsSubstring("60"));
+    CHECK_THAT(error_of([] { begin_schedule(make("cosine"), 60, 60); }), ContainsSubstring("to step 60 has no steps"));
+    // Nothing of the position of a schedule that was stretched is left in the one that follows it.
+    const Schedule after = begin_schedule(continue_schedule(make("cosine"), 60, 210), 210, 320);
+    for (int64_t s = 1; s <= 110; ++s) CHECK(learning_rate(after, 210 + s) == learning_rate(make("cosine"), s));
 }
 
 TEST_CASE("bad schedules are refused with a reason", "[schedule]") {
@@ -183,7 +187,11 @@ TEST_CASE("bad schedules are refused with a reason", "[schedule]") {
     CHECK_THAT(error([](Schedule& s) { s.peak = -1; }), ContainsSubstring("learning rate is -1"));
     CHECK_THAT(error([](Schedule& s) { s.peak = NAN; }), ContainsSubstring("learning rate is nan"));
     CHECK_THAT(error([](Schedule& s) { s.peak = INFINITY; }), ContainsSubstring("learning rate is inf"));
-    CHECK_THAT(error([](Schedule& s) { s.min_ratio = 1.5; }), ContainsSubstring("1.5"));
-    CHECK_THAT(error([](Schedule& s) { s.decay_fraction = -0.5; }), ContainsSubstring("-0.5"));
+    for (const double ratio : {-0.25, 1.5, static_cast<double>(NAN)}) {
+        CHECK_THAT(error([&](Schedule& s) { s.min_ratio = ratio; }), ContainsSubstring(concat("ratio is ", ratio)));
+        CHECK_THAT(error([&](Schedule& s) { s.decay_fraction = ratio; }),
+                   ContainsSubstring(concat("fraction is ", ratio)));
+    }
+    CHECK(error([](Schedule& s) { s.min_ratio = 1; }).empty());  // a constant rate behind the warmup
     CHECK_THAT(error_of([] { learning_rate(make("cosine"), 0); }), ContainsSubstring("count from 1"));
 }
