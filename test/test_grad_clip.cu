@@ -189,6 +189,10 @@ TEST_CASE("grad_norm refuses wrong arguments", "[grad_clip]") {
     CHECK_THAT(error(result, matrix, 1.0f, scratch), ContainsSubstring("sum_squares: grads is f32 (2, 5)"));
     CHECK_THAT(error(result, integers, 1.0f, scratch), ContainsSubstring("i32"));
     CHECK_THAT(error(result, grads, 1.0f, short_scratch), ContainsSubstring("sum_squares: scratch"));
+    Buffer codes(DType::i32, {scratch_n}), longer_scratch(DType::f32, {scratch_n + 1});
+    CHECK_THAT(error(result, grads, 1.0f, codes), ContainsSubstring("sum_squares: scratch is i32"));
+    CHECK_THAT(error(result, grads, 1.0f, longer_scratch.tensor().slice(1, scratch_n)),
+               ContainsSubstring("scratch must be on an 8-byte boundary"));
     CHECK_THAT(error(result, grads, NAN, scratch), ContainsSubstring("max_norm is NaN"));
     for (float unscale : {0.0f, -1.0f, INFINITY, NAN})
         CHECK_THAT(error_of([&] { grad_norm(result, grads, 1.0f, unscale, scratch, device().stream); }),
@@ -229,6 +233,12 @@ TEST_CASE("sums of squares of many parts have the bits of each by itself", "[gra
         expected[8] = together[8], expected[9] = together[9];
         CHECK(together == expected);
     }
+    // A rank without a shard has nothing to add: its gradients have no memory.
+    const Buffer sums(DType::f32, {1, 2}, {3, 4});
+    Arena arena("norm");
+    const SquareSums none(arena, "norm", {});
+    none.add_up(sums, {}, device().stream);
+    CHECK(sums.values() == std::vector<double>{3, 4});
 }
 
 TEST_CASE("sums of squares are clipped in the same launch", "[grad_clip][counted]") {

@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <fstream>
 #include <set>
+#include <utility>
 
 #include "optim/adam.h"
 #include "optim/elementwise.cuh"
@@ -423,12 +424,52 @@ TEST_CASE("stochastic rounding does not depend on where a parameter lies", "[opt
             Buffer alone(DType::bf16, {n}, {start.begin() + from, start.begin() + from + n});
             Buffer alone_grads(DType::bf16, {n}, {g.begin() + from, g.begin() + from + n});
             param.offset = 0;
+            param.copy_of = std::exchange(param.name, "copy");  // as a pipeline's second copy of the embedding
             OwnOptimizer optimizer(name, {param}, n, default_optimizer_options(name));
             const Weights alone_weights = {.values = alone, .stochastic = true, .seed = 3};
             optimizer->step(alone_weights, alone_grads, norm_scale, 1e-2, 1, device().stream);
             const std::vector<double> w = together.values();
             CHECK((alone.values() == std::vector<double>(w.begin() + from, w.begin() + from + n)));
         }
+    }
+}
+
+TEST_CASE("stochastic rounding of a shard draws the whole parameter's random numbers", "[optim][stochastic]") {
+    const int64_t n = 3 * kTileN + 5, cut_at = 2 * kTileN;
+    const std::vector<double> start = random_values(n, 1), g = gradients_of_step(n, 1);
+    const auto updated = [&](int64_t first, int64_t its_n) {
+        Layout shard;
+        shard.add("layers.0.bias", {its_n});
+        shard.params[0].first = first;
+        OwnOptimizer adamw("adamw", shard);
+        const Buffer values(DType::bf16, {its_n}, {start.begin() + first, start.begin() + first + its_n}),
+            grads(DType::f32, {its_n}, {g.begin() + first, g.begin() + first + its_n}), norm(DType::f32, {2}, {1, 1});
+        adamw->step({.values = values, .stochastic = true, .seed = 3}, grads, norm, 1e-2, 1, device().stream);
+        return values.values();
+    };
+    const std::vector<double> whole = updated(0, n), rest = updated(cut_at, n - cut_at);
+    CHECK((rest == std::vector<double>(whole.begin() + cut_at, whole.end())));
+    Layout exact;  // a parameter of a whole tile has no second one
+    exact.add("layers.0.bias", {kTileN});
+    exact.add("layers.1.bias", {5});
+    const std::vector<UpdatedUnit> unit = {{.params = exact.params, .n = exact.n}};
+    CHECK(std::ssize(make_tiles(unit, count_tiles(unit))) == 2);
+}
+
+TEST_CASE("gradients that are all 0 change no weights", "[optim]") {
+    // No norm, root or mean of theirs may divide by 0.
+    const Layout layout = odd_layout();
+    const std::vector<double> start = random_values(layout.n, 1), zeros(start.size(), 0.0);
+    for (const std::string& name : optimizer_names()) {
+        INFO(name);
+        OptimizerOptions options = default_optimizer_options(name);
+        options.weight_decay = 0;
+        OwnOptimizer optimizer(name, layout.params, layout.n, options);
+        const Buffer values(DType::f32, {layout.n}, start), grads(DType::f32, {layout.n}, zeros),
+            norm(DType::f32, {2}, {0, 1});
+        const auto before = values.bits();
+        for (int64_t t = 1; t <= 2; ++t) optimizer->step({values}, grads, norm, 1e-2, t, device().stream);
+        CHECK((values.bits() == before));
     }
 }
 
@@ -701,6 +742,7 @@ TEST_CASE("units at other places of the arrays, one after the other or at once, 
         unit.n = unit.params.back().offset + layout.params[p].value.n();
     }
     units[0].values = 64, units[0].copy = 0, units[0].grads = 128;
+    CHECK(count_tiles(units).first_state[1] == round_up(units[0].n, 64));  // on 256 bytes
     // The second one on no round number, as shards of ZeRO may: a GPU's vector loads are not for it.
     units[1].values = round_up(64 + units[0].n, 64) + 3, units[1].copy = units[1].values + 62;
     units[1].grads = units[1].values + 1023;

@@ -130,11 +130,12 @@ TEST_CASE("schedules rise to the peak, then never rise again and never jump", "[
 }
 
 TEST_CASE("a schedule that is given other steps goes on by its rule", "[schedule]") {
-    for (const std::string name : {"constant", "wsd"}) {  // as if the run had begun with so many steps
-        Schedule longer = continue_schedule(make(name), 60, 200), whole = make(name);
-        whole.steps = 200;
-        for (int64_t s = 61; s <= 200; ++s) CHECK(learning_rate(longer, s) == learning_rate(whole, s));
-    }
+    for (const std::string name : {"constant", "wsd"})  // as if the run had begun with so many steps
+        for (const int64_t step : {4, 60}) {
+            Schedule longer = continue_schedule(make(name), step, 200), whole = make(name);
+            whole.steps = 200;
+            for (int64_t s = step + 1; s <= 200; ++s) CHECK(learning_rate(longer, s) == learning_rate(whole, s));
+        }
     for (const std::string name : {"linear", "cosine"}) {  // 50 steps are left: each of them takes 3, or a half
         const Schedule schedule = make(name), longer = continue_schedule(schedule, 60, 210),
                        shorter = continue_schedule(schedule, 60, 85);
