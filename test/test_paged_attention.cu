@@ -3,7 +3,10 @@
 #include "layers/flash_attention/paged_attention.cuh"
 #include "paged_step.h"
 
+#include <unistd.h>
+
 #include <cmath>
+#include <cstdlib>
 
 namespace {
 
@@ -358,6 +361,37 @@ TEST_CASE("attention over e4m3 pages is as near as the codes allow", "[paged][co
     }
 }
 
+// The next three are run by the test after them, each in a process of its own, because a trap ends it.
+namespace {
+void write_beyond(const std::string& what) {
+    const HeadCounts h{2, 1, 8};
+    const Step s({3}, 4, {32});
+    const Buffer qkv(DType::f32, {1, s.N, h.width()}, random_values(s.N * h.width(), 5)),
+        table(DType::f32, {3, h.D}, random_values(3 * h.D, 6));
+    DeviceStep step(s, DType::f32, 2 * h.K * h.D, 2 * h.K);
+    const int behind = static_cast<int>(s.n_pages * s.page_size);
+    step.rows.set_integers({0, what == "row" ? behind : what == "negative row" ? -1 : 2, 1});
+    step.positions.set_integers({0, what == "position" ? 3 : 2, 1});
+    const QkvHeads heads = qkv_heads(qkv, h.H, h.K);
+    paged_write(step, heads.q, heads.k, heads.v, RopePairs::halves, step.positions, table, device().stream);
+    step.pool.values();
+}
+}  // namespace
+TEST_CASE("a token written behind the pages", "[.][paged_trap_of_row]") { write_beyond("row"); }
+TEST_CASE("a token written before the pages", "[.][paged_trap_of_negative_row]") { write_beyond("negative row"); }
+TEST_CASE("a token of a position beyond the table", "[.][paged_trap_of_position]") { write_beyond("position"); }
+TEST_CASE("paged_write stops at a row or a position that there is not", "[paged][errors]") {
+    char self[4096] = {};
+    REQUIRE(readlink("/proc/self/exe", self, sizeof self - 1) > 0);
+    const auto status = [&](const std::string& tag) {
+        return std::system(concat("env -u LLM_TEST_LOG '", self, "' '[", tag, "]' > /dev/null 2>&1").c_str());
+    };
+    for (const char* of : {"row", "negative_row", "position"}) {
+        INFO(of);
+        CHECK(status(concat("paged_trap_of_", of)) != 0);
+    }
+}
+
 TEST_CASE("paged attention refuses what does not fit", "[paged]") {
     const HeadCounts h{4, 2, 8};
     const Step s({5}, 4, {32});
@@ -377,6 +411,15 @@ TEST_CASE("paged attention refuses what does not fit", "[paged]") {
     CHECK_THROWS_WITH(write(other_type, heads.k, {}), ContainsSubstring("paged_write: step.pool"));
     CHECK_THROWS_WITH(write(step, {qkv, h.K, 4}, {}), ContainsSubstring("k has 2 heads of 4 columns, expected 2 of 8"));
     CHECK_THROWS_WITH(write(step, heads.k, narrow_table), ContainsSubstring("paged_write: table"));
+    Buffer wide(DType::f32, {1, s.N, 3 * 257}), odd(DType::f32, {1, s.N, 3 * 7}), odd_table(DType::f32, {9, 7});
+    const QkvHeads wide_heads = qkv_heads(wide, 1, 1), odd_heads = qkv_heads(odd, 1, 1);
+    const DeviceStep wide_pool(s, DType::f32, 2 * 257, 2), odd_pool(s, DType::f32, 2 * 7, 2);
+    CHECK_THROWS_WITH(paged_write(wide_pool, wide_heads.q, wide_heads.k, wide_heads.v, RopePairs::halves,
+                                  step.positions, {}, device().stream),
+                      ContainsSubstring("heads of q have 257 columns; 1 to 256 are possible"));
+    CHECK_THROWS_WITH(paged_write(odd_pool, odd_heads.q, odd_heads.k, odd_heads.v, RopePairs::halves, step.positions,
+                                  odd_table, device().stream),
+                      ContainsSubstring("heads of D = 7 columns cannot be rotated"));
     CHECK_THROWS_WITH(attention(narrow_pool, h.K, 1, 0), ContainsSubstring("paged_attention_forward: step.pool"));
     CHECK_THROWS_WITH(attention(other_type, h.K, 1, 0), ContainsSubstring("expected f32 or e4m3"));
     CHECK_THROWS_WITH(attention(step, 3, 1, 0), ContainsSubstring("not a multiple of K = 3"));

@@ -81,6 +81,15 @@ TEST_CASE("sampling: -0 equals 0, and what options leave only one token", "[samp
           std::vector<int64_t>{0, 0, 0, 64, 0});
 }
 
+TEST_CASE("sampling: a seen token's logit is divided by the penalty wherever it is above 0", "[sampling]") {
+    SamplingOptions greedy = penalties(2, 0, 0);
+    greedy.temperature = 0;
+    const std::vector<int32_t> seen{0, 2};
+    TestSampler test(1, 3);
+    const Buffer below_1(DType::f32, {1, 3}, {0.75, 0.5, 0.875}), below_0(DType::f32, {1, 3}, {-0.25, -0.375, -0.5});
+    for (const Buffer* logits : {&below_1, &below_0}) CHECK(test.draw(*logits, {{&greedy, 0, 0, seen}})[0].token == 1);
+}
+
 TEST_CASE("sampling: a row draws the same alone, among others, and again", "[sampling][counted]") {
     for (int64_t V : {53, 3001}) {
         const std::vector<Case> all = cases();
