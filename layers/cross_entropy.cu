@@ -89,7 +89,7 @@ __global__ void cross_entropy_parts_kernel(float* max, float* sums, const T* log
     const T* x_row = logits + row * Vp;
     const SoftmaxStatistics softmax = softmax_statistics<kN>(x_row, V, Vp, scratch);
     if (threadIdx.x > 0) return;
-    const int target = targets[row] < 0 ? -1 : targets[row] - first_token;
+    const int target = targets[row] - first_token;  // below 0 also where the row is ignored
     max[row] = softmax.max;
     sums[2 * row] = softmax.sum;
     sums[2 * row + 1] = target >= 0 && target < V ? to_float(x_row[target]) : 0.0f;
@@ -113,7 +113,7 @@ __global__ void cross_entropy_finish_kernel(float* losses, T* logits, const int*
     const float max = all_max[row], sum = all_sums[2 * row];
     if (threadIdx.x == 0) losses[row] = ignored ? 0.0f : logf(sum) + (max - all_sums[2 * row + 1]);
     if (!backward) return;
-    const float scale = ignored ? 0.0f : dloss / sum;
+    const float scale = dloss / sum;
     int v = first;
     for (; v < V; v += stride) {
         float x[kN];

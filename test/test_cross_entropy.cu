@@ -257,6 +257,11 @@ TEST_CASE("cross_entropy names what is wrong", "[cross_entropy]") {
                       ContainsSubstring(name + "losses is bf16"));
     CHECK_THROWS_WITH(cross_entropy_forward(losses, cube, targets, 10, stream), ContainsSubstring(name + "logits is"));
     CHECK_THROWS_WITH(cross_entropy_forward(losses, whole, targets, 10, stream), ContainsSubstring("i32"));
+    Buffer max(DType::f32, {4}), sums(DType::f32, {4, 2});  // a rank may have no token of a divided vocabulary: V = 0
+    CHECK_NOTHROW(cross_entropy_parts(max, sums, logits, targets, 0, 0, stream));
+    for (const int64_t V : {-1, 11})
+        CHECK_THROWS_WITH(cross_entropy_parts(max, sums, logits, targets, 0, V, stream),
+                          ContainsSubstring(concat("cross_entropy_parts: V = ", V, " tokens do not fit")));
     CHECK_THROWS_WITH(cross_entropy_forward_backward(losses, shifted, targets, 10, 1.0f, stream),
                       ContainsSubstring("cross_entropy_forward_backward: logits starts at"));
 }

@@ -270,6 +270,11 @@ TEST_CASE("rope frequencies with YaRN are those of transformers", "[rope]") {
     v3.mscale = v3.mscale_all_dim = 0;  // the YaRN of its authors
     CHECK(rope_amplitude(v3) == Approx(0.1 * std::log(40.0) + 1).epsilon(1e-14));
     CHECK(rope_softmax_factor(v3) == 1.0);
+    v3.mscale_all_dim = 1;  // one of the two alone: transformers leaves both out
+    CHECK(rope_amplitude(v3) == Approx(0.1 * std::log(40.0) + 1).epsilon(1e-14));
+    v3.factor = 0.5;  // fewer positions than before: nothing to compensate for
+    CHECK(rope_amplitude(v3) == 1.0);
+    v3.factor = 40;
     CHECK(rope_amplitude({8.0, 1.0, 4.0, 8192}) == 1.0);
     // All points of a head of 8 make more than 32 turns: by theta 7.5 and 32768 positions, factor 2.
     const auto all_fast =
@@ -282,6 +287,8 @@ TEST_CASE("rope frequencies with YaRN are those of transformers", "[rope]") {
     for (size_t i = 0; i < 4; ++i) CHECK(all_slow[i] == Approx(golden_slow[i]).epsilon(40 * 0x1p-24));
     v3.beta_slow = 32;
     CHECK_THROWS_WITH(rope_frequencies(64, 10000, v3), ContainsSubstring("beta_slow = 32 is not below"));
+    v3.beta_slow = 0;
+    CHECK_THROWS_WITH(rope_frequencies(64, 10000, v3), ContainsSubstring("beta_slow = 0 is not below"));
 }
 
 TEST_CASE("rope frequencies with linear and dynamic scaling are those of transformers", "[rope]") {
