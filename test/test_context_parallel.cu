@@ -174,6 +174,7 @@ TEST_CASE("zigzag: each token is some rank's, rows are in order, and causal work
     CHECK_THROWS_WITH(make_zigzag(100, 3), ContainsSubstring("--seq 100 cannot be cut into the 6 equal chunks of "
                                                              "--cp 3 (two a rank): use --seq 96 or 102"));
     CHECK_THROWS_WITH(make_zigzag(5, 4), ContainsSubstring("use --seq 8"));
+    CHECK(make_zigzag(5, 1).T == 5);  // one rank has all of them
 }
 
 TEST_CASE("heads are copied, added, spread and collected between rows of any two types",

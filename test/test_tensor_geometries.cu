@@ -59,6 +59,23 @@ TEST_CASE("layouts: ranks with the same key heads", "[tensor_parallel]") {
     CHECK(tensor_layout(TensorMode::three_d, 6, 8).members(kSameKeys, 2) == std::vector<int>{4, 6});
 }
 
+TEST_CASE("layouts: the depth of 2.5D divides the ranks into squares", "[tensor_parallel]") {
+    const auto sizes = [](int size, int depth) {
+        return tensor_layout(TensorMode::two_half_d, 0, size, false, depth).sizes;
+    };
+    CHECK(sizes(8, 0) == std::array<int, 3>{2, 2, 2});
+    CHECK(sizes(50, 0) == std::array<int, 3>{2, 5, 5});
+    CHECK(sizes(243, 0) == std::array<int, 3>{3, 9, 9});  // not 2: 121 is a square, but not a half of 243
+    CHECK(sizes(27, 0) == std::array<int, 3>{3, 3, 3});
+    CHECK(sizes(48, 3) == std::array<int, 3>{3, 4, 4});
+    CHECK(sizes(16, 1) == std::array<int, 3>{1, 4, 4});
+    CHECK_THROWS_WITH(sizes(16, 0), ContainsSubstring("with a depth of at least 2"));
+    CHECK_THROWS_WITH(sizes(13, 3), ContainsSubstring("--tp-depth 3 says: --tp 12, 27 or 48"));
+    CHECK_THROWS_WITH(tensor_layout(TensorMode::two_d, 0, 5), ContainsSubstring("a square of ranks is needed"));
+    CHECK_THROWS_WITH(tensor_layout(TensorMode::three_d, 0, 9), ContainsSubstring("a cube of ranks is needed"));
+    CHECK_THROWS_WITH(sizes(8, -1), ContainsSubstring("--tp-depth must not be negative"));
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Whole runs
 
