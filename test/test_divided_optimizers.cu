@@ -166,6 +166,12 @@ TEST_CASE("the rows of a divided parameter are equal groups at equal distances",
     CHECK(place({12, 5, {{0, 0}, {4, 0}}, 0, 5}).group == 1);  // a rank without rows divides by it as well
     for (const Cut& cut : {Cut{12, 5, {{1, 2}, {5, 3}}, 0, 5}, Cut{12, 5, {{1, 2}, {5, 2}, {10, 2}}, 0, 5}})
         CHECK_THROWS_WITH(place(cut), ContainsSubstring("matrix: this rank's rows of it are not equal groups"));
+    Param matrix;
+    matrix.name = "matrix";
+    matrix.cut = {12, 5, {{1, 2}}, 0, 5};
+    CHECK(cut_from(matrix, std::vector<float>(60)).size() == 10);
+    CHECK_THROWS_WITH(cut_from(matrix, std::vector<float>(59)),
+                      ContainsSubstring("matrix: 59 numbers, and the whole has 12 x 5"));
 }
 
 TEST_CASE("an optimizer of divided parameters gives the weights of the whole ones",
