@@ -257,7 +257,8 @@ TEST_CASE("embedding backward takes time in proportion to the number of places",
     for (bool recurring : {false, true}) {
         const double few = seconds(1 << 12, recurring), many = seconds(1 << 16, recurring);
         INFO((recurring ? "one id: " : "no id recurs: ") << 1e3 * few << " ms, then " << 1e3 * many << " ms");
-        CHECK(many < 64 * few);
+        // Under a limit of processor time (ulimit -t) some systems count it in ticks, of which the few take none.
+        CHECK(many < 64 * std::max(few, 2e-4));
     }
 }
 
