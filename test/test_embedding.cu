@@ -294,10 +294,27 @@ TEST_CASE("embedding backward is the transpose of embedding forward", "[embeddin
     CHECK(forward == Approx(backward).margin(static_cast<double>(B * T * C) * 0x1p-22));
 }
 
-// The next three are run by the test after them, each in a process of its own, because a trap ends it.
+TEST_CASE("embedding backward with positions: nothing is left of a gradient that does not accumulate", "[embedding]") {
+    Buffer tokens(DType::i32, {1, 2}), positions(DType::i32, {1, 2}), dwte(DType::f32, {1, 4}),
+        dwpe(DType::f32, {3, 4}), dout(DType::f32, {1, 2, 4}, {1, 2, 3, 4, 5, 6, 7, 8}),
+        scratch(DType::i32, {embedding_backward_scratch_n(DType::f32, 2, 4)});
+    tokens.set_integers({0, 0}), positions.set_integers({2, 0});
+    dwte.set(Values(4, 9.0)), dwpe.set(Values(12, 9.0));
+    embedding_backward(dwte, dwpe, dout, tokens, positions, false, false, scratch, device().stream);
+    CHECK(dwte.values() == Values{6, 8, 10, 12});
+    CHECK(dwpe.values() == Values{5, 6, 7, 8, 0, 0, 0, 0, 1, 2, 3, 4});
+}
+
+// The next four are run by the test after them, each in a process of its own, because a trap ends it.
 TEST_CASE("embedding of a token beyond the table", "[.][embedding_trap]") {
     Buffer tokens(DType::i32, {1, 3}), wte(DType::f32, {4, 8}, Values(32)), out(DType::f32, {1, 3, 8});
     tokens.set_integers({0, 4, 1});
+    embedding_forward(out, tokens, {}, wte, {}, device().stream);
+    out.values();
+}
+TEST_CASE("embedding of a token below -1", "[.][embedding_trap_of_negative_token]") {
+    Buffer tokens(DType::i32, {1, 3}), wte(DType::f32, {4, 8}, Values(32)), out(DType::f32, {1, 3, 8});
+    tokens.set_integers({0, -2, 1});
     embedding_forward(out, tokens, {}, wte, {}, device().stream);
     out.values();
 }
@@ -318,7 +335,8 @@ TEST_CASE("embedding's gradient of a token beyond the table", "[.][embedding_tra
 TEST_CASE("embedding stops at a token or a position beyond the table", "[embedding][errors]") {
     char self[4096] = {};
     REQUIRE(readlink("/proc/self/exe", self, sizeof self - 1) > 0);
-    for (const char* trap : {"embedding_trap", "embedding_trap_of_position", "embedding_trap_of_gradient"}) {
+    for (const char* trap : {"embedding_trap", "embedding_trap_of_negative_token", "embedding_trap_of_position",
+                             "embedding_trap_of_gradient"}) {
         INFO(trap);
         CHECK(std::system(concat("env -u LLM_TEST_LOG '", self, "' '[", trap, "]' > /dev/null 2>&1").c_str()) != 0);
     }
