@@ -81,3 +81,16 @@ TEST_CASE("column_sum says what is wrong with its arguments", "[column_sum][erro
     const Tensor its_end = make_tensor(static_cast<char*>(x.tensor().data) + 8, DType::f32, {8});
     CHECK_THROWS_WITH(column_sum(its_end, x, true, scratch, s), ContainsSubstring("column_sum: dparam starts at"));
 }
+
+TEST_CASE("column_sum of no rows or no columns", "[column_sum]") {
+    const Buffer some(DType::f32, {1, 3});
+    const Tensor none = some.tensor().slice(0, 0), no_columns = make_tensor(none.data, DType::f32, {5, 0}),
+                 empty = make_tensor(none.data, DType::f32, {0});
+    for (const bool accumulate : {false, true}) {
+        const Buffer sums(DType::f32, {3}, {1, 2, 3});
+        column_sum(sums, none, accumulate, {}, device().stream);
+        CHECK(sums.values() == (accumulate ? std::vector<double>{1, 2, 3} : std::vector<double>{0, 0, 0}));
+    }
+    column_sum(empty, no_columns, false, {}, device().stream);
+    CHECK(column_sum_scratch_n(5, 0) == 0);
+}
