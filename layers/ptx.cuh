@@ -207,7 +207,15 @@ __device__ __forceinline__ void cp_async_16(void* shared, const void* global, bo
 #ifdef CUDA_ON_CPU
     cuda_cpu::async_copy(shared, copy ? global : nullptr, 16, file, line);
 #elif __CUDA_ARCH__ < 800
-    *static_cast<uint4*>(shared) = copy ? *static_cast<const uint4*>(global) : uint4{};
+    uint4 x{};
+    if (copy)
+        asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                     : "l"(global)
+                     : "memory");
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(shared)), "r"(x.x), "r"(x.y), "r"(x.z),
+                 "r"(x.w)
+                 : "memory");
 #else
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
                  "r"(copy ? 16 : 0)
