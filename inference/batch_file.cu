@@ -241,17 +241,21 @@ class BatchRun {
             }
             TextRequest request = read_request(line, model_, options_);
             const int64_t prompt_n = std::ssize(request.prompt);
-            std::string prompt;
-            const bool scores_text = request.scores_prompt && Fields(line).read("prompt", prompt);
-            const int64_t first = scores_text ? first_offset(*model_.tokenizer, request.prompt, prompt) : 0;
+            std::optional<TextOffsets> prompt_offsets, answer_offsets;  // where they are asked for
+            if (request.sampling.logprobs >= 0) {
+                const Tokenizer& tokenizer = *model_.tokenizer;
+                std::string prompt;
+                if (!Fields(line).read("prompt", prompt)) prompt = text_of_tokens(tokenizer, request.prompt);
+                prompt_offsets.emplace(tokenizer, request, &prompt);
+                answer_offsets.emplace(tokenizer, request);
+            }
             struct Answer {
                 std::string text;
                 std::vector<Sampled> prompt, tokens;
             };
             auto answers = std::make_shared<std::map<uint64_t, Answer>>();
-            const size_t skips_from = request.skip_special_tokens ? 0 : std::string::npos;
-            request.ready = [this, id, answers, first, n = request.n, skips_from,
-                             with_logprobs = request.sampling.logprobs >= 0](const AnswerPiece& piece) {
+            request.ready = [this, id, answers, n = request.n, prompt_offsets,
+                             answer_offsets](const AnswerPiece& piece) {
                 Answer& answer = (*answers)[piece.sample];
                 answer.text += piece.text;
                 answer.prompt.insert(answer.prompt.end(), piece.prompt.begin(), piece.prompt.end());
@@ -262,11 +266,10 @@ class BatchRun {
                 JsonText line = {{"id", parse_json(id, "id")}};
                 if (n > 1) line.set("sample", piece.sample), line.set("samples", n);
                 line.set("text", answer.text), line.set("ids", ids_of(answer.tokens));
-                int64_t offset = 0, offset_in_prompt = first;
-                if (with_logprobs)
-                    line.set("logprobs", logprobs_json(*model_.tokenizer, answer.tokens, offset, skips_from));
+                std::optional<TextOffsets> in_prompt = prompt_offsets, in_answer = answer_offsets;
+                if (in_answer) line.set("logprobs", logprobs_json(*model_.tokenizer, answer.tokens, *in_answer));
                 if (!answer.prompt.empty())
-                    line.set("prompt_logprobs", logprobs_json(*model_.tokenizer, answer.prompt, offset_in_prompt));
+                    line.set("prompt_logprobs", logprobs_json(*model_.tokenizer, answer.prompt, *in_prompt));
                 line.set("finish_reason", piece.finish_reason);
                 write(line);
                 ++count_.done;

@@ -227,18 +227,35 @@ class JsonText;  // io/json.h
 // "13:-100,25:2.5" of a flag, {"13": -100, "25": 2.5} of JSON. Error for another form; the ranges: check_sampling.
 LogitBias parse_logit_bias(const std::string& flag, const std::string& text);
 LogitBias read_logit_bias(const Json::Value& value);
-// OpenAI's {"tokens", "token_logprobs", "top_logprobs", "text_offset"}. offset: characters of the text before these
-// tokens, where it is below 0 written as 0; on return after them. A token that is kUnscored begins the text, and has
-// null in place of numbers. skips_from: the text has no special tokens from this one on (skip_special_tokens).
-JsonText logprobs_json(const Tokenizer& tokenizer, std::span<const Sampled> tokens, int64_t& offset,
-                       size_t skips_from = std::string::npos);
-// The offset of a prompt's first token: below 0 where tokens that the text lacks stand before it, as <|begin_of_text|>.
-int64_t first_offset(const Tokenizer& tokenizer, const std::vector<int32_t>& prompt, const std::string& text);
+// Where the tokens of an answer stand in its text: the characters before each of them, as JSON has them (a broken one is
+// one U+FFFD). A token that begins inside of a character stands where this character does.
+struct TextRequest;
+class TextOffsets {
+  public:
+    // echo: the text begins with this text of the prompt, whose tokens come first. Those that this text lacks, as
+    // <|begin_of_text|>, stand at 0.
+    TextOffsets(const Tokenizer& tokenizer, const TextRequest& request, const std::string* echo = nullptr);
+    int64_t next(int32_t token);
+
+  private:
+    bool has_text(int32_t token) const;
+    const Tokenizer* tokenizer_;
+    bool skips_special_;
+    DecodeState state_, after_prompt_;  // the latter where the answer begins
+    size_t n_echoed_ = 0;               // of the prompt's tokens: to come
+    std::string last_;                  // the text's last character, which the next token may go on with
+    int64_t offset_ = 0;                // where it begins
+};
+
+// OpenAI's {"tokens", "token_logprobs", "top_logprobs", "text_offset"} of an answer's next tokens. A token that is
+// kUnscored begins the text, and has null in place of numbers.
+JsonText logprobs_json(const Tokenizer& tokenizer, std::span<const Sampled> tokens, TextOffsets& offsets);
 // The same for people: a line for each token.
 std::string logprobs_table(const Tokenizer& tokenizer, std::span<const Sampled> tokens);
 std::vector<int32_t> ids_of(std::span<const Sampled> tokens);
 // A token's text; nothing for an id that the tokenizer does not have: vocabularies may be rounded up.
 std::optional<std::string> text_of(const Tokenizer& tokenizer, int32_t token, bool begins_text = false);
+std::string text_of_tokens(const Tokenizer& tokenizer, std::vector<int32_t> tokens);  // such ids add no text
 
 // ---------------------------------------------------------------------------------------------------------------------
 // speculation.cu: several tokens of a sequence in one step

@@ -58,9 +58,11 @@ ApiAnswer::ApiAnswer(const ServedModel& served, const ApiRequest& request)
       created_(std::time(nullptr)) {
     for (size_t p = 0; p < request.requests.size(); ++p)
         for (int64_t k = 0; k < request.requests[p].n; ++k) {
-            choices_.emplace_back();
-            if (!request.echo) continue;
-            choices_.back().text = request.prompts[p], choices_.back().offset = request.offsets[p];
+            Choice& choice = choices_.emplace_back();
+            if (request.echo) choice.text = request.prompts[p];
+            if (!request.chat && request.requests[p].sampling.logprobs >= 0)
+                choice.offsets.emplace(*served.model.tokenizer, request.requests[p],
+                                       request.echo ? &request.prompts[p] : nullptr);
         }
 }
 
@@ -74,12 +76,10 @@ JsonText ApiAnswer::usage() const {
     return {{"prompt_tokens", prompt_n}, {"completion_tokens", n_tokens_}, {"total_tokens", prompt_n + n_tokens_}};
 }
 
-JsonText ApiAnswer::logprobs(const std::vector<Sampled>& tokens, size_t n_of_prompt, int64_t& offset) const {
-    const TextRequest& request = request_.requests[0];
-    if (request.sampling.logprobs < 0) return nullptr;
+JsonText ApiAnswer::logprobs(const std::vector<Sampled>& tokens, std::optional<TextOffsets>& offsets) const {
+    if (request_.requests[0].sampling.logprobs < 0) return nullptr;
     const Tokenizer& tokenizer = *served_.model.tokenizer;
-    const size_t skips_from = request.skip_special_tokens ? n_of_prompt : std::string::npos;
-    return request_.chat ? chat_logprobs(tokenizer, tokens) : logprobs_json(tokenizer, tokens, offset, skips_from);
+    return request_.chat ? chat_logprobs(tokenizer, tokens) : logprobs_json(tokenizer, tokens, *offsets);
 }
 
 void ApiAnswer::add(const IndexedPiece& indexed) {
@@ -87,7 +87,6 @@ void ApiAnswer::add(const IndexedPiece& indexed) {
     const AnswerPiece& piece = indexed.piece;
     choice.text += piece.text;
     choice.tokens.insert(choice.tokens.end(), piece.prompt.begin(), piece.prompt.end());
-    choice.n_of_prompt += piece.prompt.size();
     choice.tokens.insert(choice.tokens.end(), piece.tokens.begin(), piece.tokens.end());
     if (piece.finish_reason) choice.finish_reason = piece.finish_reason;
     n_tokens_ += std::ssize(piece.tokens);
@@ -100,8 +99,8 @@ std::string ApiAnswer::whole() const {
         JsonText one = {{"index", i}};
         if (request_.chat) one.set("message", {{"role", "assistant"}, {"content", choice.text}, {"refusal", nullptr}});
         else one.set("text", choice.text);
-        int64_t offset = choice.offset;
-        one.set("logprobs", logprobs(choice.tokens, choice.n_of_prompt, offset));
+        std::optional<TextOffsets> offsets = choice.offsets;
+        one.set("logprobs", logprobs(choice.tokens, offsets));
         one.set("finish_reason", choice.finish_reason);
         choices.push_back(one);
     }
@@ -124,7 +123,7 @@ std::string ApiAnswer::event(const IndexedPiece& indexed) {
     else if (choice.begun) one.set("delta", {{"content", text}});
     else one.set("delta", {{"role", "assistant"}, {"content", text}});
     choice.begun = true;
-    one.set("logprobs", logprobs(tokens, piece.prompt.size(), choice.offset));
+    one.set("logprobs", logprobs(tokens, choice.offsets));
     one.set("finish_reason", piece.finish_reason ? JsonText(piece.finish_reason) : nullptr);
     JsonText answer = head(request_.chat ? "chat.completion.chunk" : "text_completion");
     answer.set("choices", JsonText::array({one}));

@@ -214,11 +214,7 @@ void read_prompts(const Json::Value* prompt, const ServedModel& served, const Te
         api.requests.push_back(like);
         api.requests.back().prompt = lists[i];
         if (!api.echo) continue;
-        // A vocabulary may be rounded up: a token that the tokenizer does not have adds no text.
-        const Tokenizer& tokenizer = *served.model.tokenizer;
-        std::erase_if(lists[i], [&](int32_t token) { return !tokenizer.has(token); });
-        api.prompts.push_back(texts.empty() ? tokenizer.decode(lists[i]) : texts[i]);
-        api.offsets.push_back(first_offset(tokenizer, lists[i], api.prompts.back()));
+        api.prompts.push_back(texts.empty() ? text_of_tokens(*served.model.tokenizer, lists[i]) : texts[i]);
     }
 }
 

@@ -224,7 +224,6 @@ struct ServedModel {
 struct ApiRequest {
     bool chat = false, stream = false, include_usage = false, echo = false;
     std::vector<std::string> prompts;   // with echo: their texts
-    std::vector<int64_t> offsets;       // likewise: of their first tokens (first_offset)
     std::vector<TextRequest> requests;  // one for each prompt
 };
 // The body of /v1/completions (chat: of /v1/chat/completions). HttpError that names the field which is wrong.
@@ -246,13 +245,12 @@ class ApiAnswer {
     struct Choice {
         std::string text, finish_reason;
         std::vector<Sampled> tokens;
-        size_t n_of_prompt = 0;  // of these tokens
-        int64_t offset = 0;      // of the next token that is written
+        std::optional<TextOffsets> offsets;  // of the next token that is written
         bool begun = false;
     };
     JsonText head(const char* object) const;
     JsonText usage() const;
-    JsonText logprobs(const std::vector<Sampled>& tokens, size_t n_of_prompt, int64_t& offset) const;
+    JsonText logprobs(const std::vector<Sampled>& tokens, std::optional<TextOffsets>& offsets) const;
     const ServedModel& served_;
     ApiRequest request_;
     std::string id_;

@@ -64,12 +64,16 @@ std::optional<std::string> text_of(const Tokenizer& tokenizer, int32_t token, bo
     return text;
 }
 
+std::string text_of_tokens(const Tokenizer& tokenizer, std::vector<int32_t> tokens) {
+    std::erase_if(tokens, [&](int32_t token) { return !tokenizer.has(token); });
+    return tokenizer.decode(tokens);
+}
+
 namespace {
 
-// Characters that begin in these bytes.
-int64_t count_characters(const std::string& text) {
+int64_t count_characters(std::string_view text) {
     int64_t n = 0;
-    for (const char c : text) n += (static_cast<unsigned char>(c) & 0xc0) != 0x80;
+    for (size_t i = 0; i < text.size(); i += json_character_bytes(text, i)) ++n;
     return n;
 }
 
@@ -80,12 +84,40 @@ std::string quoted(const Tokenizer& tokenizer, int32_t token) {
 
 }  // namespace
 
-JsonText logprobs_json(const Tokenizer& tokenizer, std::span<const Sampled> tokens, int64_t& offset,
-                       size_t skips_from) {
+TextOffsets::TextOffsets(const Tokenizer& tokenizer, const TextRequest& request, const std::string* echo)
+    : tokenizer_(&tokenizer), skips_special_(request.skip_special_tokens) {
+    std::string prompt;
+    for (const int32_t token : request.prompt)
+        if (has_text(token)) tokenizer.decode_next(token, after_prompt_, prompt);  // as for the answer's text
+    if (echo != nullptr) {
+        n_echoed_ = request.prompt.size();
+        offset_ = count_characters(*echo) - count_characters(text_of_tokens(tokenizer, request.prompt));
+    } else {
+        state_ = after_prompt_;
+    }
+}
+
+// In an answer, or in a prompt that goes through the answer's decoder.
+bool TextOffsets::has_text(int32_t token) const {
+    return tokenizer_->has(token) && !(skips_special_ && tokenizer_->is_special(token));
+}
+
+int64_t TextOffsets::next(int32_t token) {
+    const size_t before = last_.size();
+    const bool is_echoed = n_echoed_ > 0;
+    if (is_echoed ? tokenizer_->has(token) : has_text(token)) tokenizer_->decode_next(token, state_, last_);
+    const bool has_ended = before > 0 && json_character_bytes(last_, 0) <= before;  // without bytes of this token
+    const int64_t offset = offset_ + has_ended;
+    for (size_t bytes; !last_.empty() && (bytes = json_character_bytes(last_, 0)) < last_.size(); ++offset_)
+        last_.erase(0, bytes);
+    if (is_echoed && --n_echoed_ == 0) state_ = after_prompt_;
+    return std::max<int64_t>(offset, 0);
+}
+
+JsonText logprobs_json(const Tokenizer& tokenizer, std::span<const Sampled> tokens, TextOffsets& offsets) {
     JsonText texts = JsonText::array(), logprobs = JsonText::array(), tops = JsonText::array(),
-             offsets = JsonText::array();
-    for (size_t i = 0; i < tokens.size(); ++i) {
-        const Sampled& sampled = tokens[i];
+             text_offset = JsonText::array();
+    for (const Sampled& sampled : tokens) {
         const bool is_scored = !std::isnan(sampled.logprob);
         const std::string text = text_of(tokenizer, sampled.token, !is_scored).value_or("");
         // Several tokens may be written alike, pieces of characters above all, and an object has a key once: that is
@@ -102,14 +134,9 @@ JsonText logprobs_json(const Tokenizer& tokenizer, std::span<const Sampled> toke
         texts.push_back(text);
         logprobs.push_back(is_scored ? JsonText(sampled.logprob) : nullptr);
         tops.push_back(is_scored ? top : nullptr);
-        offsets.push_back(std::max<int64_t>(offset, 0));
-        if (i < skips_from || !tokenizer.is_special(sampled.token)) offset += count_characters(text);
+        text_offset.push_back(offsets.next(sampled.token));
     }
-    return {{"tokens", texts}, {"token_logprobs", logprobs}, {"top_logprobs", tops}, {"text_offset", offsets}};
-}
-
-int64_t first_offset(const Tokenizer& tokenizer, const std::vector<int32_t>& prompt, const std::string& text) {
-    return count_characters(text) - count_characters(tokenizer.decode(prompt));
+    return {{"tokens", texts}, {"token_logprobs", logprobs}, {"top_logprobs", tops}, {"text_offset", text_offset}};
 }
 
 std::string logprobs_table(const Tokenizer& tokenizer, std::span<const Sampled> tokens) {

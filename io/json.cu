@@ -230,17 +230,12 @@ void append_escaped(std::string& out, char c) {
 
 std::string quoted_json(std::string_view text) {
     std::string out = "\"";
-    for (size_t i = 0; i < text.size();) {
+    for (size_t i = 0, bytes = 0; i < text.size(); i += bytes) {
         const char c = text[i];
-        if (!is_character(text, i)) {
-            out += "\uFFFD";
-            i += broken_bytes(text, i);
-            continue;
-        }
-        const size_t bytes = utf8_char_at(text, i).bytes;
-        if (c == '"' || c == '\\' || static_cast<unsigned char>(c) < 32) append_escaped(out, c);
+        bytes = json_character_bytes(text, i);
+        if (!is_character(text, i)) out += "\uFFFD";
+        else if (c == '"' || c == '\\' || static_cast<unsigned char>(c) < 32) append_escaped(out, c);
         else out += text.substr(i, bytes);
-        i += bytes;
     }
     return out + '"';
 }
@@ -316,6 +311,10 @@ std::string JsonText::indented(int spaces) const {
         if (!in_string && c == ':') out += ' ';
     }
     return out;
+}
+
+size_t json_character_bytes(std::string_view text, size_t i) {
+    return is_character(text, i) ? utf8_char_at(text, i).bytes : broken_bytes(text, i);
 }
 
 bool is_utf8(std::string_view text) {

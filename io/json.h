@@ -81,4 +81,6 @@ class JsonText {
     std::string text_;
 };
 
+// The bytes of the character at text[i], or of those at it that become one U+FFFD.
+size_t json_character_bytes(std::string_view text, size_t i);
 bool is_utf8(std::string_view text);
