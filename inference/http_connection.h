@@ -6,7 +6,7 @@
 // and the question whether the client is still there.
 #pragma once
 
-#include "core/core.h"
+#include "io/io.h"
 
 #include <httplib.h>
 
@@ -134,10 +134,7 @@ class Connection final : public httplib::Stream {
         return n > 0;
     }
     ssize_t receive() {
-        ssize_t got;
-        do got = ::recv(fd_, buffer_, sizeof buffer_, 0);
-        while (got < 0 && errno == EINTR);
-        return got;
+        return uninterrupted([&] { return ::recv(fd_, buffer_, sizeof buffer_, 0); });
     }
     template <class F>
     void address(F ask, std::string& ip, int& port) const {

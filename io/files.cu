@@ -55,9 +55,7 @@ int open_to_read(const std::string& path, bool regular, struct stat& status) {
     }
     check(!S_ISDIR(status.st_mode), "cannot read ", path, ": it is a folder, a file is needed");
     check(!regular || S_ISREG(status.st_mode), "cannot read ", path, ": it is not a regular file");
-    int fd;
-    do fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-    while (fd < 0 && errno == EINTR);
+    const int fd = uninterrupted([&] { return ::open(path.c_str(), O_RDONLY | O_CLOEXEC); });
     check(fd >= 0, "cannot open ", path, ": ", reason(errno));
     return fd;
 }
@@ -89,8 +87,8 @@ void write_all(int fd, const void* data, size_t bytes, const std::string& path) 
     auto next = static_cast<const char*>(data);
     size_t left_bytes = bytes;
     while (left_bytes > 0) {
-        const ssize_t written_bytes = ::write(fd, next, left_bytes);
-        if (written_bytes < 0 && errno == EINTR) continue;  // Ctrl-C ends the step, not the file
+        // Ctrl-C ends the step, not the file.
+        const ssize_t written_bytes = uninterrupted([&] { return ::write(fd, next, left_bytes); });
         if (written_bytes < 0) fail("cannot write ", left_bytes, " more bytes to ", path, ": ", reason_to_write(errno));
         next += written_bytes;
         left_bytes -= static_cast<size_t>(written_bytes);
@@ -98,10 +96,7 @@ void write_all(int fd, const void* data, size_t bytes, const std::string& path) 
 }
 
 int sync_to_disk(int fd) {
-    int status;
-    do status = ::fsync(fd);
-    while (status != 0 && errno == EINTR);
-    return status == 0 ? 0 : errno;
+    return uninterrupted([&] { return ::fsync(fd); }) == 0 ? 0 : errno;
 }
 
 AtomicFile::AtomicFile(const std::string& path) : path_(path), temporary_(path + ".tmp") {
@@ -112,8 +107,8 @@ AtomicFile::AtomicFile(const std::string& path) : path_(path), temporary_(path +
         check(!S_ISDIR(status.st_mode), "cannot write ", path, ": it is a folder");
         check(S_ISREG(status.st_mode), "cannot write ", path, ": it is not a regular file");
     }
-    do fd_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC, 0666);
-    while (fd_ < 0 && errno == EINTR);
+    constexpr int kFlags = O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC;
+    fd_ = uninterrupted([&] { return ::open(temporary_.c_str(), kFlags, 0666); });
     check(fd_ >= 0, "cannot create ", temporary_, ": ", reason_to_write(errno));
 }
 
@@ -171,11 +166,8 @@ std::string read_text_file(const std::string& path) {
     std::string text;
     std::vector<char> buffer(buffer_bytes);
     ssize_t got_bytes;
-    while ((got_bytes = ::read(fd, buffer.data(), buffer.size())) != 0) {
-        if (got_bytes < 0 && errno == EINTR) continue;
-        if (got_bytes < 0) break;
+    while ((got_bytes = uninterrupted([&] { return ::read(fd, buffer.data(), buffer.size()); })) > 0)
         text.append(buffer.data(), static_cast<size_t>(got_bytes));
-    }
     const int error = errno;
     ::close(fd);
     check(got_bytes == 0, "cannot read ", path, ": ", reason(error));

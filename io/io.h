@@ -8,6 +8,7 @@
 
 #include "core/core.h"
 
+#include <cerrno>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -53,6 +54,13 @@ class AtomicFile {
     std::string buffer_;  // small writes are gathered
 };
 
+// What a system call gives, made again each time that a signal interrupts it.
+template <class Call>
+auto uninterrupted(Call call) {
+    auto result = call();
+    while (result < 0 && errno == EINTR) result = call();
+    return result;
+}
 // All of the bytes or an Error that names `path`: interrupted and short writes go on where they stopped.
 void write_all(int fd, const void* data, size_t bytes, const std::string& path);
 int sync_to_disk(int fd);                             // fsync, which goes on after a signal; 0, or errno

@@ -14,6 +14,8 @@
 #include <cerrno>
 #include <cstring>
 
+#include "io/io.h"
+
 namespace {
 
 // Do path and fd name the same file? errno is 0 where both could be looked at.
@@ -27,10 +29,7 @@ bool is_same_file(int fd, const std::string& path) {
 LockedFile::Lock lock_of(int fd, const std::string& path) {
     struct stat status;
     if (::fstat(fd, &status) == 0 && !S_ISREG(status.st_mode)) return LockedFile::Lock::ours;
-    int result;
-    do result = ::flock(fd, LOCK_EX | LOCK_NB);
-    while (result != 0 && errno == EINTR);
-    if (result == 0) return LockedFile::Lock::ours;
+    if (uninterrupted([&] { return ::flock(fd, LOCK_EX | LOCK_NB); }) == 0) return LockedFile::Lock::ours;
     if (errno == EWOULDBLOCK) return LockedFile::Lock::others;
     check(errno == ENOLCK || errno == ENOSYS || errno == EOPNOTSUPP || errno == EINVAL, "cannot lock ", path, ": ",
           std::strerror(errno));
@@ -42,8 +41,7 @@ LockedFile::Lock lock_of(int fd, const std::string& path) {
 LockedFile::LockedFile(const std::string& path, int flags) : path_(path) {
     constexpr int kMostTries = 1000;  // some file systems give a file another number each time that it is looked at
     for (int i = 0; i < kMostTries; ++i) {
-        do fd_ = ::open(path.c_str(), flags | O_CREAT | O_CLOEXEC, 0666);
-        while (fd_ < 0 && errno == EINTR);
+        fd_ = uninterrupted([&] { return ::open(path.c_str(), flags | O_CREAT | O_CLOEXEC, 0666); });
         check(fd_ >= 0, "cannot open ", path, " to write: ", std::strerror(errno),
               errno == ENOENT   ? "; make its folder first"
               : errno == EACCES ? "; choose another one or change its permissions"

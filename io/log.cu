@@ -111,10 +111,7 @@ void for_each_row(const std::string& path, Visit&& visit) {
 }
 
 int open_to_append(const std::string& path, int flags) {
-    int fd;
-    do fd = ::open(path.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC | flags, 0666);
-    while (fd < 0 && errno == EINTR);
-    return fd;
+    return uninterrupted([&] { return ::open(path.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC | flags, 0666); });
 }
 
 // All of the bytes or none: what a full disk took of them is cut off again, so that they can be written later.
