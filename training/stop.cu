@@ -19,6 +19,7 @@
 #include <cstdio>
 #include <cstring>
 #include <fstream>
+#include <mutex>
 
 namespace {
 
@@ -120,13 +121,16 @@ std::string shell_quoted(const std::string& word) {
 }
 
 void answer_signals() {
-    answers = is_first_process();
-    in_terminal = ::isatty(STDERR_FILENO) != 0;
-    under_mpirun = started_by_mpirun();
-    for (const int signal : {SIGINT, SIGTERM, SIGUSR1, SIGPIPE}) answer_to(signal);
-    struct sigaction before = {};
-    ::sigaction(SIGHUP, nullptr, &before);
-    if (before.sa_handler != SIG_IGN) answer_to(SIGHUP);  // nohup ignores it
+    static std::once_flag once;  // ranks that are threads of one process call this, each
+    std::call_once(once, [] {
+        answers = is_first_process();
+        in_terminal = ::isatty(STDERR_FILENO) != 0;
+        under_mpirun = started_by_mpirun();
+        for (const int signal : {SIGINT, SIGTERM, SIGUSR1, SIGPIPE}) answer_to(signal);
+        struct sigaction before = {};
+        ::sigaction(SIGHUP, nullptr, &before);
+        if (before.sa_handler != SIG_IGN) answer_to(SIGHUP);  // nohup ignores it
+    });
 }
 
 bool stop_requested() { return asked; }
