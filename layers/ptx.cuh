@@ -200,7 +200,13 @@ __device__ __forceinline__ float rcp_approx(float x) {
 // goes on, and waits for it later. What a thread started since its last commit is a group; cp_async_wait<n> returns
 // when all groups of this thread but the latest n have landed. Other threads' copies are there after a barrier. In
 // strict mode the CPU device lets a copy land when it is waited for, not before; until then its place holds NaN. Before
-// sm_80 the thread itself copies, through registers, and has nothing to wait for.
+// sm_80 the thread itself copies, through registers, and has nothing to wait for but the load: a loop of copies is
+// unrolled there, so that several loads are under way.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int kCopiesAtOnce = 4;
+#else
+constexpr int kCopiesAtOnce = 1;
+#endif
 
 // Both addresses on 16-byte boundaries. With copy == false, zeros are written and nothing is read.
 __device__ __forceinline__ void cp_async_16(void* shared, const void* global, bool copy = true CALLERS_LINE) {

@@ -78,7 +78,7 @@ __device__ __forceinline__ void load_tile(Number* tile, const Number* head, int6
         return;
     }
     constexpr int kPacks = kColumns / 8;  // 16 bytes each; neighbouring threads take neighbouring ones
-#pragma unroll 1
+#pragma unroll kCopiesAtOnce
     for (int i = not_hoisted(static_cast<int>(threadIdx.x)); i < kRows * kPacks; i += kThreads) {
         const int row = i / kPacks, column = i % kPacks * 8;
         const bool there = row < n && column < D;
