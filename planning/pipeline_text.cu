@@ -17,9 +17,13 @@
 
 namespace {
 
-// "3.5", "4"
+// "3.5", "4", "1e-06"
 std::string short_number(double value) {
     char text[32];
+    if (value < 1) {
+        std::snprintf(text, sizeof text, "%.2g", value);
+        return text;
+    }
     std::snprintf(text, sizeof text, "%.2f", value);
     std::string number = text;
     number.erase(number.find_last_not_of('0') + 1);
@@ -184,7 +188,7 @@ std::string joined(const std::vector<T>& numbers) {
 
 std::string fixed(double value) {
     char text[32];
-    std::snprintf(text, sizeof text, "%.4f", value + 0.0);  // no "-0.0000"
+    std::snprintf(text, sizeof text, "%.4f", value);
     return text;
 }
 

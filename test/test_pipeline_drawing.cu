@@ -122,7 +122,9 @@ TEST_CASE("--draw prints every action of a schedule once, in its order and at it
             const auto rows = rows_of(text, width, unit);
             REQUIRE(static_cast<int>(rows.size()) == p);
             const double digits = static_cast<double>(concat(m - 1).size());
-            CHECK((unit == digits + 1 || unit == digits + 2));
+            const bool has_blanks =
+                s.asynchronous || simulation.end * (digits + 2) <= static_cast<double>(width - kLabel);
+            CHECK(unit == digits + (has_blanks ? 2 : 1));
             for (int rank = 0; rank < p; ++rank) {
                 const std::string& row = rows.at(concat("rank ", rank));
                 const std::vector<Drawn> names = names_in(row);
@@ -134,7 +136,11 @@ TEST_CASE("--draw prints every action of a schedule once, in its order and at it
                 for (size_t i = 0; i < names.size(); ++i) {
                     CAPTURE(rank, i);
                     std::string wanted = letters.at(actions[i].what);
-                    if (pipeline_chunk(s, rank, actions[i]) % 2 == 1)
+                    // Of micro-batches that go up the ranks, rank r has the stage p - 1 - r.
+                    const bool is_second =
+                        s.placement == Placement::both_ways ? actions[i].stage != rank : actions[i].stage / p % 2 == 1;
+                    CHECK(pipeline_chunk(s, rank, actions[i]) % 2 == (is_second ? 1 : 0));
+                    if (is_second)
                         for (char& c : wanted) c = static_cast<char>(std::tolower(c));
                     CHECK(names[i].letters == wanted);
                     CHECK(names[i].micro == actions[i].micro);
@@ -143,6 +149,49 @@ TEST_CASE("--draw prints every action of a schedule once, in its order and at it
                 CHECK(std::count(row.begin(), row.end(), '|') == (s.asynchronous ? m / s.per_update : 0));
             }
         }
+}
+
+TEST_CASE("--draw of small pipelines, to the letter", "[pipeline]") {
+    const auto drawn = [](const std::string& name, size_t width, bool colored) {
+        const PipelineSchedule s = made(name, 2, 2);
+        return pipeline_drawing(s, simulate(s, {}).ranks, width, colored);
+    };
+    const std::string one = "rank 0  F0 F1       BW0--    BW1--\nrank 1     F0 BW0-- F1 BW1--\n";
+    for (const size_t width : {1, 48, 120}) CHECK(drawn("1f1b", width, false) == one);
+    // Black letters in light colors of the first stage, white ones in dark colors of the second.
+    const std::string F = "\033[38;5;16;48;5;75m", BW = "\033[38;5;16;48;5;216m", f = "\033[38;5;231;48;5;32m",
+                      bw = "\033[38;5;231;48;5;167m", off = "\033[0m";
+    const auto row = [&](const std::string& begin, const std::string& middle) {
+        return begin + F + "F0" + off + " " + F + "F1" + off + " " + f + "f0" + off + " " + middle + BW + "BW0--" +
+               off + " " + BW + "BW1--" + off + "\n";
+    };
+    CHECK(drawn("interleaved", 120, true) ==
+          row("rank 0  ", f + "f1" + off + "       " + bw + "bw0--" + off + "    " + bw + "bw1--" + off + " ") +
+              row("rank 1     ", bw + "bw0--" + off + " " + f + "f1" + off + " " + bw + "bw1--" + off + " "));
+}
+
+TEST_CASE("--draw has parts of about the same width below each other, where a row is wider than the terminal",
+          "[pipeline]") {
+    const PipelineSchedule s = made("1f1b", 3, 59);
+    const Simulation simulation = simulate(s, {});
+    const auto drawn = [&](size_t width) { return pipeline_drawing(s, simulation.ranks, width, false); };
+    CHECK(drawn(1) == drawn(48));
+    for (size_t width = 48; width < 560; ++width) {
+        CAPTURE(width);
+        std::istringstream lines(drawn(width));
+        std::vector<double> begins;
+        for (std::string line; std::getline(lines, line);) {
+            CHECK(line.size() <= width);
+            if (line.rfind("from time ", 0) == 0) begins.push_back(std::stod(line.substr(10)));
+        }
+        CHECK(begins.empty() == (3 * simulation.end <= static_cast<double>(width - kLabel)));
+        if (begins.empty()) continue;
+        // No part is shorter than others, but for rounding, and none than a name: BW58.
+        const double first = begins.at(1), n = static_cast<double>(begins.size());
+        for (size_t i = 0; i < begins.size(); ++i) CHECK(begins[i] == static_cast<double>(i) * first);
+        CHECK(simulation.end - begins.back() > first - n);
+        CHECK(3 * (simulation.end - begins.back()) > 4);
+    }
 }
 
 TEST_CASE("--draw has room for each name, whatever the durations are", "[pipeline]") {
@@ -222,6 +271,7 @@ TEST_CASE("--draw says how old each gradient is, of as many micro-batches as fit
           first_line +
               "  micro-batch    0   1   2   3   4   5   6   7   8   9 ...\n"
               "  stage 0        0   0   0   0   0   0   0   0   0   0 ...\n");
+    CHECK(staleness_table(made("pipedream", 1, 200), 10) == staleness_table(made("pipedream", 1, 200), 60));
 }
 
 TEST_CASE("--draw with --out writes a picture and a trace", "[pipeline][program]") {
@@ -236,6 +286,10 @@ TEST_CASE("--draw with --out writes a picture and a trace", "[pipeline][program]
     const Simulation simulation = simulate(s, times);
     CHECK(one.out.find("\n" + pipeline_summary(s, simulation.bubble) + "\n") + pipeline_summary(s, 0).size() + 2 ==
           one.out.size());
+    CHECK_THAT(one.out, ContainsSubstring("zb-v: 3 ranks, 7 micro-batches, 6 stages, 2 a rank (small letters: the "
+                                          "second)\nof a stage: F forward 1, B backward by input 0.5, W by weight 0.5, "
+                                          "BW both 1, a message 0.5\n\n"));
+    CHECK_THAT(one.out, !ContainsSubstring("staleness"));
 
     size_t n = 0;
     const auto trace = parsed_json(slurp(out + "/schedule.json"));
@@ -255,6 +309,8 @@ TEST_CASE("--draw with --out writes a picture and a trace", "[pipeline][program]
     const Image picture(out + "/schedule.png");
     for (const int color : {0x78afe1, 0x235aa0, 0xfab95f, 0xc36414, 0x7dc8a5, 0x1e785a, 0xbe1428})
         CHECK(picture.colors.count(color) == 1);  // F, B, W of both stages, and the critical path
+    CHECK_THAT(printed_by("train_gpt", "--pipeline 1f1b --pp 2 --micro-batches 2 --draw --times 1e-6,2e-3,2e-3,0"),
+               ContainsSubstring("F forward 1e-06, BW both 0.004, a message 0\n"));
     const Outcome all = run_program("train_gpt", "--pipeline all --pp 4 --micro-batches 7 --draw --out " + out);
     REQUIRE(all.status == 0);
     CHECK(Image(out + "/schedule.png").height > 8 * picture.height);
@@ -378,9 +434,15 @@ TEST_CASE("the picture of many micro-batches shows what they compute, and not on
     const TempFolder folder;
     for (const std::string name : {"1f1b", "pipedream"}) {
         INFO(name);
-        REQUIRE(
-            run_program("train_gpt", "--pipeline " + name + " --pp 2 --micro-batches 500 --draw --out " + folder.path)
-                .status == 0);
+        const Outcome drawn =
+            run_program("train_gpt", "--pipeline " + name + " --pp 2 --micro-batches 500 --draw --out " + folder.path);
+        REQUIRE(drawn.status == 0);
+        CHECK_THAT(drawn.out,
+                   Catch::Matchers::StartsWith(name +
+                                               ": 2 ranks, 500 micro-batches, 2 stages\nF forward 1, BW both 2, a "
+                                               "message 0" +
+                                               (name == "1f1b" ? "\n\n" : ", | update\n\n")));
+        CHECK((drawn.out.find("\nstaleness: ") != std::string::npos) == (name == "pipedream"));
         const Image picture(folder / "schedule.png");
         const auto share = [&](int color) {  // of the two lanes, which are 20 pixels high and about 1120 wide
             const auto at = picture.colors.find(color);
@@ -399,10 +461,12 @@ TEST_CASE("--draw has colors only in a terminal that knows them, and where NO_CO
     for (const auto& [variables, colored] : std::vector<std::pair<std::string, bool>>{
              {"TERM=xterm NO_COLOR=", true}, {"TERM=xterm NO_COLOR=1", false}, {"TERM=dumb NO_COLOR=", false}}) {
         const Outcome drawn =
-            run_shell(concat(variables, " script -qec '", program_path("train_gpt"),
-                             " --pipeline 1f1b --pp 2 --micro-batches 2 --draw' ", folder / "typescript"));
+            run_shell(concat(variables, " script -qec 'stty cols 0; ", program_path("train_gpt"),
+                             " --pipeline 1f1b --pp 2 --micro-batches 8 --draw' ", folder / "typescript"));
         INFO(variables);
         CHECK(drawn.status == 0);
+        CHECK_THAT(drawn.out,
+                   !ContainsSubstring("from time"));  // 89 columns, of a terminal that does not say how many it has
         CHECK((drawn.out.find('\033') != std::string::npos) == colored);
     }
 }
@@ -519,7 +583,8 @@ TEST_CASE("flags of pipelines that cannot be are refused in one line", "[pipelin
         {"--draw --pp 4 --micro-batches 8 --times 1,2", "--times 1,2: give four numbers"},
         {"--draw --pp 4 --micro-batches 8 --times 1,0,1,0", "computing takes 1e-6 to 1e6"},
         {"--draw --pipeline auto --pp 4 --micro-batches 8 --times 1,1e20,1,0", "computing takes 1e-6 to 1e6"},
-        {"--draw --pp 4 --micro-batches 8 --times 1e-6,1,1,1e6", "--times that differ less"},
+        {"--draw --pp 4 --micro-batches 8 --times 1e-6,1,1,0", "a drawing of 4 ranks in 4.4e+07 columns is too large"},
+        {"--draw --pp 3 --micro-batches 2 --pipeline 2bw", "2bw on 3 ranks, 2 micro-batches, 2 a step: "},
         {"--draw --pp 4 --micro-batches 8 --times 1,x,1,0", "--times x: give a number"},
         {"--draw --pp 4 --micro-batches 7 --pipeline dualpipe", "dualpipe"},
         {"--draw --pp 4 --micro-batches 8 --out /proc/nowhere", "/proc/nowhere"},
