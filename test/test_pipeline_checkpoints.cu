@@ -150,11 +150,29 @@ TEST_CASE("the plan of a pipeline has a row for each rank, and rank 0's memory i
         REQUIRE((table != std::string::npos && follows != std::string::npos));
         const std::string rows = plan.out.substr(table, follows - table);
         CHECK(std::count(rows.begin(), rows.end(), '\n') == 4);  // before and behind the title, and two rows
-        CHECK_THAT(rows, ContainsSubstring("embedding, 0") && ContainsSubstring("4, head"));
+        CHECK_THAT(rows, ContainsSubstring(schedule == "interleaved" ? "embedding, 0 2-3 " : "embedding, 0-2 ") &&
+                             ContainsSubstring(schedule == "interleaved" ? " 1 4, head " : " 3-4, head "));
+        // What is in flight, as the run has planned it and taken it; a part of it where W comes later than B.
+        for (const int rank : {0, 1}) {
+            long long planned = 0;
+            const size_t row = run.out.find(concat("\n     ", rank, " "), run.out.find("activations in flight"));
+            REQUIRE(std::sscanf(run.out.c_str() + row, " %*d %lld", &planned) == 1);
+            const std::string line = rows.substr(rows.find(concat("\n   ", rank, " ")) + 1, 96);
+            INFO(line);
+            CHECK(line.substr(74, 11) == concat(std::string(11 - human_bytes(static_cast<double>(planned)).size(), ' '),
+                                                human_bytes(static_cast<double>(planned))));
+            CHECK((line.substr(85) == "        0 B") == (schedule != "zb-h1"));
+        }
         long long total = 0, taken = 0;
         const size_t at = run.out.find("taken on the device (");
         REQUIRE(std::sscanf(plan.out.c_str() + plan.out.find("  total "), "  total %lld", &total) == 1);
         REQUIRE(std::sscanf(run.out.c_str() + at, "taken on the device (%lld", &taken) == 1);
         CHECK(taken_as_planned(static_cast<double>(taken), static_cast<double>(total)));
     }
+    // The table of an asynchronous schedule is of several steps.
+    CHECK_THAT(runs.outcome("deep-qwen3",
+                            "--plan --ranks 2 --pp 2 --pipeline pipedream --clip 0 --val-every 0 --flush-every 2 ",
+                            runs.folder / "none")
+                   .out,
+               ContainsSubstring("--pipeline pipedream, 1 micro-batches a step, "));
 }
