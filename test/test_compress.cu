@@ -14,8 +14,8 @@
 namespace {
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Two units of parameters whose sizes divide nothing: long and short blocks, vectors, a matrix that is smaller than its
-// factors, and rows that pad a vocabulary.
+// Two units of parameters whose sizes divide nothing: long and short blocks, vectors, a matrix that is as large as its
+// factors, one of many rows, and rows that pad a vocabulary.
 
 struct Piece {             // numbers that are a parameter's, without padding
     int64_t offset, R, C;  // R = 0: a vector
@@ -23,7 +23,8 @@ struct Piece {             // numbers that are a parameter's, without padding
     int64_t n() const { return std::max<int64_t>(1, R) * C; }
 };
 const std::vector<std::pair<std::vector<int64_t>, int64_t>> kShapes[] = {
-    {{{37, 65}, 0}, {{70}, 0}, {{41, 97}, 0}}, {{{130, 33}, 2}, {{5}, 0}, {{3, 4}, 0}}};  // dimensions, rows of padding
+    {{{37, 65}, 0}, {{70}, 0}, {{41, 97}, 0}},
+    {{{130, 33}, 2}, {{5}, 0}, {{270, 4}, 0}, {{12, 4}, 0}}};  // dimensions, rows of padding
 
 FlatParameters toy_parameters(int rank, int size, std::vector<std::vector<Piece>>* pieces = nullptr) {
     FlatParameters p;
@@ -447,6 +448,21 @@ TEST_CASE("gradients that are almost zero stay numbers", "[compress]") {
         run_compressor({.kind = kind}, 2, 2, [](int, int, int64_t i) { return i % 2 == 0 ? 1e-37f : 0.0f; });
     for (const auto& of_ranks : run.results)
         CHECK(std::ranges::all_of(of_ranks[0], [](float x) { return std::isfinite(x); }));
+}
+
+TEST_CASE("powersgd: a matrix of rank 1 comes out whole, whatever its size and its sign, or its overflow is seen",
+          "[compress]") {
+    // In its P all numbers have one sign. Of 1e20 the second P is too large for float32.
+    for (const float size : {1e-18f, -1e-18f, 1e17f, 1e20f}) {
+        const Run run = run_compressor({.kind = Compression::power_sgd, .rank = 1}, 2, 2,
+                                       [&](int, int, int64_t i) { return i < 37 * 65 ? size : 0.0f; });
+        for (const auto& of_ranks : run.results)
+            for (size_t i = 0; i < 37 * 65; ++i) {
+                const float x = of_ranks[0][i] / size;
+                CAPTURE(size, i);
+                REQUIRE((std::abs(x - 2) < 1e-4f || (size == 1e20f && !std::isfinite(x))));
+            }
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
