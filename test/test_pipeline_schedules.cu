@@ -280,6 +280,13 @@ TEST_CASE("messages, uneven stages and updates in simulated time", "[pipeline]")
     std::swap(actions[1], actions[2]);
     check_schedule(late);
     CHECK(simulate(late, {}).end == 1 + 1 + 2 + 4 + 2);
+    // A table that nobody has checked: a backward before its forward, and a rank without work.
+    auto unchecked = make_schedule(options_of("gpipe", 2, 1));
+    std::ranges::rotate(unchecked.ranks[0], unchecked.ranks[0].end() - 1);
+    CHECK_THROWS_WITH(simulate(unchecked, {}), "schedule gpipe: rank 0 waits for ever at action 0");
+    unchecked.ranks = {{{.what = Do::forward, .micro = 0, .stage = 0}}, {}};
+    CHECK(simulate(unchecked, {}).end == 1);
+    CHECK(simulate(unchecked, {}).bubble == 0.5);
 }
 
 TEST_CASE("what has no place to wait in a simulated table is the critical path", "[pipeline]") {
@@ -573,6 +580,8 @@ TEST_CASE("options that no schedule can have: one line, with what to do", "[pipe
           "times of a stage -1, 1, 1 and of a message 0: they are 0 or more");
     CHECK(refusal("auto", 4, 8, [](ScheduleOptions& o) { o.times.message = NAN; }) ==
           "times of a stage 1, 1, 1 and of a message nan: they are 0 or more");
+    CHECK(refusal("auto", 4, 8, [](ScheduleOptions& o) { o.times.stages[0].forward = INFINITY; }) ==
+          "times of a stage inf, 1, 1 and of a message 0: they are 0 or more");
     CHECK_THROWS_WITH(forward_schedule(make_schedule(options_of("1f1b", 2, 4)), 0),
                       "forwards of 0 micro-batches: 1 or more");
 }
