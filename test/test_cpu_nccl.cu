@@ -166,7 +166,7 @@ TEST_CASE("messages that cross outside of a group wait until the communicator is
         must(ncclGroupStart());
         exchange();
         must(ncclGroupEnd());
-        cudaCheck(cudaStreamSynchronize(its.stream));  // the inner group has put nothing there
+        check(its.get(data, 2) == std::vector<float>{7, 8}, "the inner group has put something on the stream");
         must(ncclGroupEnd());
         check(its.get(data, 2) == std::vector<float>{7, 7}, "a group");
         exchange();
@@ -198,6 +198,38 @@ TEST_CASE("an abort ends what waits, on a host and on a stream", "[cpu][nccl]") 
     });
 }
 
+// Its memory may be gone.
+TEST_CASE("what has been aborted is not received later", "[cpu][nccl]") {
+    std::atomic<bool> aborted = false, sent = false;
+    run(2, [&](Rank& its) {
+        float* const data = its.put(std::vector<float>{5, 6});
+        if (its.rank == 0) must(ncclSend(data, 1, ncclFloat32, 1, its.comm, its.stream));  // connects the two
+        else must(ncclRecv(data, 1, ncclFloat32, 0, its.comm, its.stream));
+        cudaCheck(cudaStreamSynchronize(its.stream));
+        if (its.rank == 1) {
+            std::atomic<bool> calls = false;
+            std::thread other([&, waits = wait_of_this_thread()] {
+                comes_true([&] { return calls && waits(); }, 20'000);
+                must(ncclCommAbort(its.comm));
+            });
+            calls = true;
+            ncclRecv(data + 1, 1, ncclFloat32, 0, its.comm, its.stream);  // in strict mode the stream waits instead
+            other.join();
+            cudaCheck(cudaStreamSynchronize(its.stream));
+            aborted = true;
+            check(comes_true([&] { return sent.load(); }, 5000), "the send");
+            check(its.get(data, 2) == std::vector<float>{5, 6}, "it was received");
+        } else {
+            check(comes_true([&] { return aborted.load(); }, 20'000), "the abort");
+            must(ncclSend(data, 1, ncclFloat32, 1, its.comm, its.stream));
+            comes_true([&] { return cudaStreamQuery(its.stream) == cudaSuccess; }, 20);
+            sent = true;
+            must(ncclCommAbort(its.comm));
+        }
+        cudaCheck(cudaFree(data));
+    });
+}
+
 TEST_CASE("what NCCL refuses", "[cpu][nccl]") {
     CHECK(ncclGroupEnd() == ncclInvalidUsage);
     run(1, [](Rank& its) {
@@ -206,6 +238,16 @@ TEST_CASE("what NCCL refuses", "[cpu][nccl]") {
         check(ncclAllReduce(data, data, 1, static_cast<ncclDataType_t>(8), ncclSum, its.comm, its.stream) ==
                   ncclInvalidArgument,
               "double");
+        ncclUniqueId id;
+        ncclComm_t none;
+        must(ncclGetUniqueId(&id));
+        check(ncclCommInitRank(&none, 1, id, 1) == ncclInvalidArgument, "rank 1 of 1");
+        // No numbers touch no bytes, wherever they lie.
+        must(ncclGroupStart());
+        must(ncclAllReduce(data, data, 2, ncclFloat32, ncclSum, its.comm, its.stream));
+        must(ncclAllReduce(data + 1, data + 1, 0, ncclFloat32, ncclSum, its.comm, its.stream));
+        must(ncclGroupEnd());
+        cudaCheck(cudaStreamSynchronize(its.stream));
         cudaStream_t second = make_stream();
         must(ncclGroupStart());
         must(ncclAllReduce(data, data, 1, ncclFloat32, ncclSum, its.comm, its.stream));

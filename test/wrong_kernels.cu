@@ -1101,13 +1101,20 @@ bool two_ranks(float first, float last, void (*f)(const Rank& its, bool wrong), 
     return right[0] && right[1];
 }
 void add(const Rank& its, size_t n) {
-    // <- ranks_of_other_counts another_current_device collective_not_waited_for
+    // <- ranks_of_other_counts another_current_device stream_of_another_device collective_not_waited_for
     must(ncclAllReduce(its.data, its.data, n, ncclFloat32, ncclSum, its.comm, its.stream));
 }
 
 bool ranks_of_other_counts(bool wrong) {
     const auto f = [](const Rank& its, bool bad) { add(its, bad && its.rank == 1 ? 7 : 8); };
     return two_ranks(3, 3, f, wrong);
+}
+bool ranks_of_other_roots(bool wrong) {
+    const auto f = [](const Rank& its, bool bad) {
+        const int root = bad ? its.rank : 0;
+        must(ncclBroadcast(its.data, its.data, 8, ncclFloat32, root, its.comm, its.stream));  // <- ranks_of_other_roots
+    };
+    return two_ranks(1, 1, f, wrong);
 }
 bool messages_of_other_sizes(bool wrong) {
     const auto f = [](const Rank& its, bool bad) {
@@ -1137,6 +1144,19 @@ bool group_that_overlaps(bool wrong) {
     };
     return two_ranks(3, 2, f, wrong);
 }
+bool group_with_two_results_in_a_place(bool wrong) {
+    const auto f = [](const Rank& its, bool bad) {
+        float* const second = its.data + (bad ? 5 : 6);
+        must(ncclGroupStart());
+        // <- group_with_two_results_in_a_place
+        must(ncclAllReduce(its.data, its.data + 4, 2, ncclFloat32, ncclSum, its.comm, its.stream));
+        // <- group_with_two_results_in_a_place
+        must(ncclAllReduce(its.data + 2, second, 2, ncclFloat32, ncclSum, its.comm, its.stream));
+        must(ncclGroupEnd());
+        add(its, 4);
+    };
+    return two_ranks(3, 3, f, wrong);
+}
 bool memory_of_another_rank(bool wrong) {
     const auto f = [](const Rank& its, bool bad) {
         const float* const data = bad && its.rank == 0 ? its.other : its.data;
@@ -1156,6 +1176,18 @@ bool another_current_device(bool wrong) {
     const auto f = [](const Rank& its, bool bad) {
         if (bad) must(cudaSetDevice(1 - its.rank));
         add(its, 8);
+    };
+    return two_ranks(3, 3, f, wrong);
+}
+bool stream_of_another_device(bool wrong) {
+    const auto f = [](const Rank& its, bool bad) {
+        Rank with_another = its;
+        if (bad) {
+            must(cudaSetDevice(1 - its.rank));
+            must(cudaStreamCreateWithFlags(&with_another.stream, cudaStreamNonBlocking));
+            must(cudaSetDevice(its.rank));
+        }
+        add(with_another, 8);
     };
     return two_ranks(3, 3, f, wrong);
 }
@@ -1238,8 +1270,9 @@ const Case cases[] = {
     CASE(more_threads_than_bounds), CASE(scale_overwritten), CASE(shared_memory_not_asked_for),
     CASE(c_overwritten), CASE(aux_overwritten), CASE(scalars_overwritten),
     CASE(gradient_too_early),
-    CASE(ranks_of_other_counts), CASE(messages_of_other_sizes), CASE(buffers_that_overlap), CASE(group_that_overlaps),
-    CASE(memory_of_another_rank), CASE(buffer_beyond_its_memory), CASE(another_current_device),
+    CASE(ranks_of_other_counts), CASE(ranks_of_other_roots), CASE(messages_of_other_sizes), CASE(buffers_that_overlap),
+    CASE(group_that_overlaps), CASE(group_with_two_results_in_a_place), CASE(memory_of_another_rank),
+    CASE(buffer_beyond_its_memory), CASE(another_current_device), CASE(stream_of_another_device),
     CASE(collective_not_waited_for), CASE(sent_and_overwritten),
     CASE(split_while_under_way), CASE(used_after_destruction),
     CASE(mbarrier_of_no_arrivals), CASE(mbarrier_initialised_twice), CASE(mbarrier_invalidated_in_use),
