@@ -443,6 +443,36 @@ TEST_CASE("a rank that fails ends the job with its rank and its reason", "[comm]
     CHECK_THAT(text, ContainsSubstring("rank 0 (has not communicated yet)"));
 }
 
+TEST_CASE("a job has failed for the first reason, and says so once", "[comm]") {
+    Job job;
+    std::string said;
+    job.on_failure = [&](const std::string& reason) { said += reason + "; "; };
+    CHECK(!job.failed());
+    job.fail(1, "the disk is full");
+    job.fail(0, "a message has not come");
+    CHECK(job.failed());
+    CHECK(job.reason() == "rank 1: the disk is full");
+    CHECK(said == "rank 1: the disk is full; ");
+}
+
+TEST_CASE("a rank's slot has how many collectives of each communicator have begun", "[comm]") {
+    Slot slot{};
+    for (const uint64_t comm : {7, 8, 9}) note_begun(slot, comm, static_cast<int64_t>(comm) - 6);
+    CHECK((read_begun(slot, 7) == 1 && read_begun(slot, 8) == 2 && read_begun(slot, 9) == 3));
+    note_begun(slot, 7, 0);  // it has gone, and its place is free
+    note_begun(slot, 8, 4), note_begun(slot, 9, 5);
+    CHECK((read_begun(slot, 7) == 0 && read_begun(slot, 8) == 4 && read_begun(slot, 9) == 5));
+    // A message is none.
+    run_ranks(threads(2), [](Comm& world) {
+        comm_check::Buffer x(DType::i32, 1);
+        gather_numbers(world, {1}), gather_numbers(world, {2});
+        if (world.rank == 0) world.send(x, 1, device().stream);
+        else world.recv(x, 0, device().stream);
+        cudaCheck(cudaStreamSynchronize(device().stream));
+        check(read_begun(*world.state().slots[static_cast<size_t>(world.rank)], 0) == 2, "two gathers and a message");
+    });
+}
+
 #ifdef CUDA_ON_CPU
 // In strict mode, where streams are asynchronous: otherwise the hosts wait inside of NCCL's calls.
 TEST_CASE("by NCCL a rank that does not come is named, and no other", "[comm][nccl]") {
