@@ -154,6 +154,18 @@ void run(int argc, char** argv) {
         const auto turned = world.split(last_first, "turned");
         check(turned->rank == world.size - 1 - world.rank, "split: its ranks are not in the order of the members");
         comm_check::check_all(*turned, {33}, stream);
+        {
+            // A communicator that its sender has done with before the bytes of a long message have left.
+            auto pair = world.split(world.rank < 2 ? std::vector<int>{0, 1} : std::vector<int>{world.rank}, "pair");
+            comm_check::Buffer x(DType::f32, 300003);
+            std::vector<float> numbers(300003);
+            for (size_t i = 0; i < numbers.size(); ++i) numbers[i] = static_cast<float>(i);
+            if (world.rank == 0) comm_check::fill(x, numbers, stream), pair->send(x, 1, stream);
+            if (world.rank == 1) usleep(50'000), pair->recv(x, 0, stream);
+            if (world.rank == 1) comm_check::compare("a long message", comm_check::read(x, stream), numbers);
+            pair.reset();
+            comm_check::fill(x, std::vector<float>(300003, -1), stream);  // other numbers where those were
+        }
         if (world.size % 2 == 0) {
             Mesh mesh(world, {{"dp", world.size / 2}, {"tp", 2}});
             if (world.rank == 0) std::fputs(mesh.picture().c_str(), stdout);
