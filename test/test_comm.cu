@@ -369,6 +369,28 @@ TEST_CASE("a mesh: who is where, and with whom", "[comm]") {
                ContainsSubstring("no axis 'tp'"));
 }
 
+TEST_CASE("a part of a part has the ranks that it should", "[comm]") {
+    const auto f = [](Comm& world) {
+        const bool odd = world.rank % 2 == 1;
+        const auto half = world.split(odd ? std::vector<int>{5, 1, 3} : std::vector<int>{0, 2, 4}, "half");
+        // Of the odd ones 3 and 5, in this order.
+        const auto part = half->split(half->rank == 1 ? std::vector<int>{1} : std::vector<int>{2, 0}, "part");
+        const comm_check::CommMemory memory(*part, 2);
+        comm_check::Buffer x(DType::i32, 1), all(DType::i32, part->size);
+        comm_check::fill(x, {static_cast<float>(world.rank)}, device().stream);
+        part->all_gather(all, x, device().stream);
+        const std::vector<float> ranks = comm_check::read(all, device().stream);
+        const std::vector<float> expected = half->rank == 1 ? std::vector<float>{static_cast<float>(world.rank)}
+                                            : odd           ? std::vector<float>{3, 5}
+                                                            : std::vector<float>{4, 0};
+        check(ranks == expected, "other ranks");
+    };
+    run_ranks(threads(6), f);
+#ifdef CUDA_ON_CPU
+    run_ranks(by_nccl(6), f);
+#endif
+}
+
 // Weights that two groups of ranks have, and the norm of all gradients, must have the same bits in both.
 TEST_CASE("two levels: groups along an axis add in one order, also where machines end in the middle of a group",
           "[comm]") {
@@ -413,6 +435,18 @@ TEST_CASE("a rank that fails ends the job with its rank and its reason", "[comm]
           }) == "rank 2: the disk is full");
     CHECK_THAT(error_of(threads(3), [&](Comm& world) { step(world, world.rank == 1 ? 300 : 400); }),
                ContainsSubstring("all_reduce #0 of world at step 0 expects"));
+
+    for (const int64_t n : {10, 30})  // more, or less
+        CHECK_THAT(error_of(threads(2),
+                            [&](Comm& world) {
+                                comm_check::Buffer x(DType::f32, 20), y(DType::f32, n);
+                                if (world.rank == 0) world.send(y, 1, device().stream);
+                                else world.recv(x, 0, device().stream);
+                                cudaCheck(cudaStreamSynchronize(device().stream));
+                            }),
+                   Catch::Matchers::StartsWith(
+                       concat("rank 1: recv of world at step 0 expects 80 bytes from rank 0, which sent ", 4 * n,
+                              ": the ranks make different calls")));
 
     // One rank does not come: the others do not wait for ever, and know whom they miss, also behind communicators that
     // have come and gone.
