@@ -387,6 +387,87 @@ TEST_CASE("weight gradients of divided layers, computed later, have the same bit
                 }
 }
 
+// A step of inference has some rows, whole on every rank. Of the memory for blocks each of the calls needs most of some.
+// Sums of these integers are exact.
+TEST_CASE("a step's products and embedding in columns are those of the whole", "[tensor_parallel]") {
+    constexpr int64_t R = 64, C = 36, O = 288, V = 324;  // by 2, 3 and 4
+    const auto number = [](int64_t matrix, int64_t row, int64_t col) {
+        return static_cast<double>((7 * matrix + 5 * row + 3 * col + row * col) % 11 - 5);
+    };
+    for (const Geometry& geometry : geometries())
+        for (const int n : geometry.ranks) {
+            if (geometry.mode == TensorMode::one_d) continue;
+            const int64_t F = n == 9 ? 36 : 144;
+            INFO(geometry.name << ", " << n << " ranks");
+            run_ranks(threads(n), [&](Comm& world) {
+                const TensorLayout layout = tensor_layout(geometry.mode, world.rank, n);
+                const auto range = [&](int64_t of, const Axes& axes) {
+                    const auto part = layout.part(axes);
+                    return Range{of / part.of * part.index, of / part.of};
+                };
+                // This rank's part of a matrix.
+                const auto block = [&](int64_t matrix, Range rows, Range cols) {
+                    std::vector<double> values;
+                    for (int64_t r = rows.first; r < rows.first + rows.n; ++r)
+                        for (int64_t c = cols.first; c < cols.first + cols.n; ++c)
+                            values.push_back(number(matrix, r, c));
+                    return values;
+                };
+                const Range all_rows{0, R}, stream = range(C, layout.stream_columns), wide = range(O, layout.heads),
+                                            inside = range(F, layout.heads), reads = range(C, layout.enter_columns),
+                                            writes = range(F, layout.leave_columns), tokens = range(V, layout.heads);
+                TensorParallel ranks(world, layout, n);
+                Arena memory("communication");
+                for (int pass = 0; pass < 2; ++pass) {
+                    ranks.take_memory({.N = R,
+                                       .C = stream.n,
+                                       .dtype = DType::f32,
+                                       .grad_dtype = DType::f32,
+                                       .geometry = {.rows = 1,
+                                                    .columns = stream.n,
+                                                    .products = {{wide.n, reads.n}, {stream.n, writes.n}},
+                                                    .embedding = {tokens.n, reads.n},
+                                                    .whole_rows = R}},
+                                      memory);
+                    if (pass == 0) memory.reserve();
+                }
+                for (const Crossing way : {Crossing::enters, Crossing::leaves}) {
+                    const bool enters = way == Crossing::enters;
+                    const int64_t K = enters ? C : F;  // what is added up
+                    const Range inputs = enters ? stream : inside, outputs = enters ? wide : stream,
+                                columns = enters ? reads : writes;
+                    const Buffer inp(DType::f32, {R, inputs.n}, block(0, all_rows, inputs)),
+                        weight(DType::f32, {outputs.n, columns.n}, block(1, outputs, columns)),
+                        bias(DType::f32, {outputs.n}, block(2, {0, 1}, outputs)), out(DType::f32, {R, outputs.n});
+                    ranks.geometry()->forward_whole_rows(out, inp, weight, bias, way, device().stream);
+                    std::vector<double> expected;
+                    for (int64_t r = 0; r < R; ++r)
+                        for (int64_t o = outputs.first; o < outputs.first + outputs.n; ++o) {
+                            expected.push_back(number(2, 0, o));
+                            for (int64_t k = 0; k < K; ++k) expected.back() += number(0, r, k) * number(1, o, k);
+                        }
+                    check(out.values() == expected, "another product, which ", enters ? "enters" : "leaves");
+                }
+                const Buffer wte(DType::f32, {tokens.n, reads.n}, block(3, tokens, reads)), ids(DType::i32, {1, R}),
+                    out(DType::f32, {R, stream.n});
+                std::vector<int32_t> here;
+                std::vector<double> expected;
+                for (int64_t i = 0; i < R; ++i) {
+                    const int64_t token = 77 * i % V;
+                    const bool is_here = token >= tokens.first && token < tokens.first + tokens.n;
+                    here.push_back(is_here ? static_cast<int32_t>(token - tokens.first) : -1);
+                    for (const double x : block(3, {token, 1}, stream)) expected.push_back(x);
+                }
+                copy_to_device(ids, here.data());
+                ranks.geometry()->embed_whole_rows(out, ids, wte, device().stream);
+                check(out.values() == expected, "another embedding");
+                const Buffer statistics(DType::f32, {2 * R}, std::vector<double>(2 * R, 1));
+                ranks.geometry()->sum_statistics(statistics, device().stream);
+                check(statistics.values() == std::vector<double>(2 * R, ranks.geometry()->columns()), "other sums");
+            });
+        }
+}
+
 TEST_CASE("rows that were gathered beside a product are used once", "[tensor_parallel]") {
     run_ranks(threads(2), [](Comm& comm) {
         OneD layers(comm);
