@@ -614,6 +614,12 @@ TEST_CASE("wrong calls and wrong options are one clear line", "[comm]") {
     options = threads(2);
     options.all_reduce = "magic";
     CHECK_THAT(error_of(options, [](Comm&) {}), ContainsSubstring("use library, ring"));
+    for (const std::string steps : {"3,,4", ",", "12345678901234567890", "3,x"}) {
+        options = threads(2);
+        options.trace = steps;
+        CHECK_THAT(error_of(options, [](Comm&) {}),
+                   ContainsSubstring("--trace " + steps + ": give the numbers of the steps to record"));
+    }
     // One rank alone: its error is the caller's, as if there were no ranks.
     CHECK(error_of(threads(1), [](Comm&) { fail("plain"); }) == "plain");
 }

@@ -353,6 +353,7 @@ TEST_CASE("a trace has each event at its place: as a picture, for Perfetto, and 
     CHECK(darkest((x_of(0.625) + x_of(1)) / 2, 151) < 0.1);
 
     std::vector<std::string> bars, arrows;
+    int n_of_call = 0;
     const Json::Value trace = parsed_json(slurp(folder / "trace.json"));
     for (const Json::Value& e : trace["traceEvents"]) {
         const std::string phase = e["ph"].asString();
@@ -361,6 +362,8 @@ TEST_CASE("a trace has each event at its place: as a picture, for Perfetto, and 
         if (phase == "X")
             bars.push_back(concat(where, " for ", e["dur"].asDouble(), " ", e["name"].asString(), ", step ",
                                   e["args"]["step"].asInt(), ", ", e["args"]["bytes"].asInt(), " bytes"));
+        n_of_call += e["args"]["call"].asString() == call;
+        CHECK(e["bp"].asString() == (phase == "f" ? "e" : ""));  // an arrow ends at the slice that it lies in
         if (phase == "s" || phase == "f") arrows.push_back(concat(phase, e["id"].asInt(), " ", where));
     }
     const std::vector<std::string> wanted = {
@@ -376,8 +379,36 @@ TEST_CASE("a trace has each event at its place: as a picture, for Perfetto, and 
     CHECK(bars == wanted);
     CHECK(arrows == std::vector<std::string>{"s1 rank 0 row 1 at 2.25e+06", "f1 rank 1 row 1 at 2.75e+06",
                                              "s2 rank 0 row 1 at 2.5e+06", "f2 rank 1 row 1 at 2.875e+06"});
+    CHECK(n_of_call == 5);
+
+    std::vector<std::string> messages;
+    for (const TracedMessage& m : match_messages(events))
+        messages.push_back(concat(m.send->what, ", ", m.send->bytes, " bytes -> ", m.recv->what, ", ", m.recv->bytes));
+    std::ranges::sort(messages);
+    CHECK(messages == std::vector<std::string>{concat(call, ", 100 bytes -> ", call, ", 100"),
+                                               concat(call, ", 4096 bytes -> ", call, ", 4096"),
+                                               "send of dp, 8 bytes -> recv of dp, 8"});
+    CHECK(match_messages({events[2], events[4]}).empty());  // nobody received them
+    CHECK(trace_line(events[0]) == "trace    step 1  rank 0                      250000 us  forward of block 3\n");
+    CHECK(trace_line(events[1]) == "trace    step 1  rank 1          4.00 KiB    625000 us  all_reduce #1 of dp\n");
     CHECK(trace_line(events[2]) == "trace    step 1  rank 0 -> 1     4.00 KiB    250000 us  all_reduce #1 of dp\n");
     CHECK(trace_line(events[3]) == "trace    step 1  rank 1 <- 0     4.00 KiB    625000 us  all_reduce #1 of dp\n");
+}
+
+TEST_CASE("the events of a trace are the same when another process has read them") {
+    using E = TraceEvent;
+    const std::vector<TraceEvent> events = {
+        {E::computing, 3, -1, int64_t{1} << 40, 0, 0.1, 1e9 / 3, "\"forward\" of block 3"},
+        {E::collective, 1, -1, 2, size_t{1} << 50, 2.125, 2.75, "all_reduce #1 of dp"},
+        {E::sending, 0, 1, 2, 4096, 2.25, 2.5, "send of dp"},
+        {E::receiving, 1, 0, 2, 4097, 2.5, 3, "recv of dp"}};
+    const std::vector<TraceEvent> same = unpack_events(pack_events(events));
+    REQUIRE(same.size() == events.size());
+    for (size_t i = 0; i < events.size(); ++i) {
+        const TraceEvent &a = events[i], &b = same[i];
+        CHECK((a.kind == b.kind && a.rank == b.rank && a.peer == b.peer && a.step == b.step && a.bytes == b.bytes));
+        CHECK((a.start == b.start && a.end == b.end && a.what == b.what));
+    }
 }
 
 TEST_CASE("the picture of a trace has four steps and sixteen ranks") {
