@@ -395,6 +395,14 @@ TEST_CASE("a trace has each event at its place: as a picture, for Perfetto, and 
     CHECK(trace_line(events[3]) == "trace    step 1  rank 1 <- 0     4.00 KiB    625000 us  all_reduce #1 of dp\n");
 }
 
+TEST_CASE("a trace of nothing is not written, and one of a moment has a bar") {
+    const TempFolder folder;
+    write_trace(folder.path, {});
+    CHECK(std::filesystem::is_empty(folder.path));
+    write_trace_picture(folder / "x.png", {{.step = 1, .start = 2, .end = 2, .what = "update"}}, 1);
+    CHECK(Picture(folder / "x.png").is(190, 44 + 40 + 13, 120, 190, 120));
+}
+
 TEST_CASE("the events of a trace are the same when another process has read them") {
     using E = TraceEvent;
     const std::vector<TraceEvent> events = {
