@@ -537,6 +537,32 @@ TEST_CASE("an invalid table: the rank, the action and the reason", "[pipeline]")
           "waits at action 2 (F0 of stage 1)");
 }
 
+TEST_CASE("a table whose sizes cannot be", "[pipeline]") {
+    const auto check_refused = [](const char* name, const std::string& words, const auto& change) {
+        auto s = make_schedule(options_of(name, 2, 4));
+        change(s);
+        CHECK_THROWS_WITH(check_schedule(s),
+                          ContainsSubstring(concat("schedule ", name, ": ")) && ContainsSubstring(words));
+    };
+    using S = PipelineSchedule;
+    check_refused("1f1b", "0 ranks and 4 micro-batches: it needs one of each at least", [](S& s) { s.p = 0; });
+    check_refused("1f1b", "2 ranks and 0 micro-batches: it needs one of each at least", [](S& s) { s.m = 0; });
+    check_refused("1f1b", "0 stages on 2 ranks", [](S& s) { s.n_stages = 0; });
+    check_refused("1f1b", "3 stages on 2 ranks: that placement has a multiple of 2", [](S& s) { s.n_stages = 3; });
+    check_refused("zb-v", "6 stages on 2 ranks: that placement has 4", [](S& s) { s.n_stages = 6; });
+    check_refused("1f1b", "actions for 1 ranks", [](S& s) { s.ranks.pop_back(); });
+    check_refused("1f1b", "versions for 1, and there are 2", [](S& s) { s.versions.pop_back(); });
+    check_refused("1f1b", "keeps 2 versions of its weights; without updates there is 1",
+                  [](S& s) { s.versions[1] = 2; });
+    check_refused("pipedream", "keeps 0 versions of its weights; 1 at least", [](S& s) { s.versions[1] = 0; });
+    for (const auto& change : {+[](S& s) { s.forward_only = true; }, +[](S& s) { s.splits_backward = true; }})
+        check_refused("pipedream", "with updates a rank has one stage, and whole backwards", change);
+    check_refused("pipedream", "4 micro-batches are not a multiple of the 3 of", [](S& s) { s.per_update = 3; });
+    check_refused("1f1b", "rank 0, action 0 (F-1 of stage 0): there are micro-batches 0 to 3",
+                  [](S& s) { s.ranks[0][0].micro = -1; });
+    check_refused("1f1b", "there are stages 0 to 1", [](S& s) { s.ranks[0][0].stage = -1; });
+}
+
 TEST_CASE("options that no schedule can have: one line, with what to do", "[pipeline]") {
     const auto refusal = [](const std::string& name, int p, int m, const auto&... change) {
         ScheduleOptions o = options_of(name, p, m);
