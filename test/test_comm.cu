@@ -362,6 +362,14 @@ TEST_CASE("a mesh: who is where, and with whom", "[comm]") {
                             Mesh(world, {{"dp", 3}, {"tp", 1}});
                         }),
                ContainsSubstring("dp 3 x tp 1 = 3 ranks, but there are 4"));
+    for (const auto& axes : {std::vector<Axis>{{"dp", -2}, {"tp", -2}}, {{"dp", 2}, {"dp", 2}}})
+        CHECK_THAT(error_of(threads(4), [&](Comm& world) { Mesh(world, axes); }),
+                   ContainsSubstring(": sizes start at 1, and names must differ"));
+    run_ranks(threads(1), [&](Comm& world) {
+        Mesh mesh(world, {{"dp", 1}, {"tp", 1}});
+        picture = concat(mesh.picture(), mesh.comm("tp").name, ", ", mesh.make_comm({"dp", "tp"})->name);
+    });
+    CHECK(picture == "mesh     1 rank = dp 1 x tp 1\ntp, dp+tp");
     CHECK_THAT(error_of(threads(1),
                         [](Comm& world) {
                             Mesh(world, {{"dp", 1}}).comm("tp");
@@ -601,6 +609,10 @@ TEST_CASE("wrong calls and wrong options are one clear line", "[comm]") {
                    check_same_everywhere(c, {static_cast<size_t>(1 + c.rank), {"a thing", "the same"}});
                }),
                ContainsSubstring("rank 1: this rank runs another version of the program"));
+    RankOptions plan = threads(Comm::kHostWords / 2);
+    plan.planning = true;
+    CHECK_THAT(error_of(plan, [](Comm& c) { gather_numbers(c, {1}); }),
+               ContainsSubstring("a job of 2048 ranks: at most 2047 can tell each other numbers"));
     CHECK_THAT(call([](Comm& c, Tensor, Tensor) {
                    std::vector<std::unique_ptr<Comm>> parts;
                    for (int i = 0; i < 64; ++i) parts.push_back(c.split({c.rank}, "x"));
