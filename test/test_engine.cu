@@ -90,6 +90,8 @@ TEST_CASE("the tokens that end an answer are those of generation_config.json, th
     CHECK(ends("96", "{\"eos_token_id\": [3, 50256, 5]}") == std::vector<int32_t>{3, 5});  // no model token is 50256
     CHECK(ends("50256", "{}").empty());
     CHECK_THROWS_WITH(ends("-1", "{}"), ContainsSubstring("eos_token_id is -1, expected one or more"));
+    CHECK_THROWS_WITH(ends("96.0", "{}"), ContainsSubstring("eos_token_id is 96.0, expected one or more"));
+    CHECK_THROWS_WITH(ends("96", "[96]"), ContainsSubstring("generation_config.json: this is not a JSON object"));
 }
 
 // Keys and values of a token take 1 MiB here: 64 sequences of 65536 tokens would take 4 TiB.
@@ -221,6 +223,44 @@ TEST_CASE("answers are the same with pages of more rows than the longest sequenc
         answers[page_size] = sampled_answers(e, config.V);
     }
     CHECK(answers[8] == answers[300]);
+}
+
+TEST_CASE("launches that cannot be captured are an error, and the stream goes on", "[inference][engine][graphs]") {
+    const cudaStream_t stream = device().stream;
+    Arena arena("numbers"), pinned("numbers", MemoryKind::pinned);
+    Tensor number, host;
+    for (int pass = 0; pass < 2; ++pass) {
+        number = arena.take("number", DType::i32, {1}), host = pinned.take("number", DType::i32, {1});
+        if (pass == 0) arena.reserve(), pinned.reserve();
+    }
+    const auto launches = [&](int byte) {
+        return [&, byte] { cudaCheck(cudaMemsetAsync(number.data, byte, number.bytes(), stream)); };
+    };
+    const auto result = [&] {
+        cudaCheck(cudaMemcpyAsync(host.data, number.data, host.bytes(), cudaMemcpyDefault, stream));
+        cudaCheck(cudaStreamSynchronize(stream));
+        return *host.ptr<int32_t>();
+    };
+    void* memory = nullptr;
+    StepGraphs graphs;
+    graphs.run({1, 1}, stream, launches(1));
+    CHECK_THROWS_WITH(graphs.run({1, 1}, stream, [&] { cudaCheck(cudaMalloc(&memory, 100)); }),
+                      ContainsSubstring("cudaErrorStreamCaptureUnsupported"));
+    CHECK_THROWS_WITH(graphs.run({1, 1}, stream, [&] { launches(2)(), fail("not launched"); }),
+                      ContainsSubstring("not launched"));
+    CHECK(cudaGetLastError() == cudaSuccess);
+    CHECK(result() == 0x01010101);
+    CHECK(graphs.n_launches() == 0);
+    for (int64_t n = 1; n <= 2; ++n) {
+        graphs.run({1, 1}, stream, launches(3));
+        CHECK(result() == 0x03030303);
+        CHECK(graphs.n_launches() == n);
+        CHECK(graphs.n_nodes() == 1);
+        launches(4)();
+    }
+    graphs.run({1, 2}, stream, launches(5));  // a step of other sizes
+    CHECK(graphs.n_launches() == 2);
+    CHECK(result() == 0x05050505);
 }
 
 TEST_CASE("a draft model's steps are graphs, too", "[inference][engine][graphs]") {

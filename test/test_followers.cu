@@ -49,6 +49,7 @@ Drawn draw(const std::string& folder, const EngineOptions& options, int n) {
 TEST_CASE("ranks that divide a model write what one rank writes", "[inference][ranks][tensor_parallel]") {
     EngineOptions roomy, tight;
     roomy.cache.n_pages = 40;
+    roomy.graphs = true;  // of one rank: what several send each other is in no graph
     // Pages are copied to the host and back, and forked: the others have to hear of it.
     tight.cache = {.page_size = 3, .n_pages = 12}, tight.scheduler.step_tokens = 5, tight.scheduler.max_sequences = 4;
     tight.scheduler.preemption = Preemption::swap;
