@@ -82,7 +82,12 @@ TEST_CASE("a server goes on where the system could not give it one connection", 
          [](const HttpRequest&) {
              return HttpReply{"text/plain", "well"};
          }},
-        {"GET", "/memory", [](const HttpRequest&) -> HttpReply { throw std::bad_alloc(); }}};
+        {"GET", "/memory", [](const HttpRequest&) -> HttpReply { throw std::bad_alloc(); }},
+        {"GET", "/pieces", [](const HttpRequest&) {
+             HttpReply reply{"text/plain", ""};
+             reply.next_piece = [n = 0](std::string& piece) mutable { return piece = n == 1 ? "" : "ab", ++n < 3; };
+             return reply;
+         }}};
     ServerOptions options;
     options.port = 0;
     const std::unique_ptr<HttpServer> server = server_of(options, routes);
@@ -94,6 +99,8 @@ TEST_CASE("a server goes on where the system could not give it one connection", 
         CHECK(answer_of(server->port(), "/health").ends_with("\r\n\r\nwell"));
         CHECK(next_error == 0);
     }
+    // A piece of no bytes is no chunk: that would be the last one.
+    CHECK(answer_of(server->port(), "/pieces").ends_with("\r\n\r\n2\r\nab\r\n2\r\nab\r\n0\r\n\r\n"));
     const std::string answer = answer_of(server->port(), "/memory");
     CHECK(answer.starts_with("HTTP/1.1 500 "));
     CHECK(answer.find("the host has too little memory") != std::string::npos);
@@ -121,6 +128,53 @@ TEST_CASE("a server goes on where there is no memory for one connection", "[serv
     CHECK(answer_to(server->port(), "no line of HTTP ends so\n\n") == "");
     CHECK(n_thrown == 1);
     CHECK(answer_of(server->port(), "/health").ends_with("\r\n\r\nwell"));
+}
+
+// A number for each name, all different; an observation that equals a bound belongs to it.
+TEST_CASE("the metrics are what was counted", "[server]") {
+    Metrics metrics;
+    for (const double seconds : {0.01, 0.011, 121.0}) metrics.token(true, seconds);
+    metrics.token(false, 1e-4);
+    metrics.prompt(30), metrics.prompt(1);
+    metrics.http_answer(200), metrics.http_answer(200), metrics.http_answer(404);
+    metrics.answer_ends("stop");
+    metrics.request_ends(Outcome::timed_out);
+    EngineView view;
+    view.use = {.n_pages = 10, .free_pages = 11, .kept_pages = 12, .owned_pages = 13, .shared_pages = 14};
+    view.use.host_pages = 15, view.n_steps = 16, view.n_running = 17, view.n_waiting = 18, view.n_preemptions = 19;
+    view.speculation = {.proposed = 20, .accepted = 21, .steps = 22};
+    const std::string text = metrics.text(view);
+    for (const char* const line : {"llm_pages 10",
+                                   "llm_pages_free 11",
+                                   "llm_pages_kept 12",
+                                   "llm_pages_used 13",
+                                   "llm_pages_shared 14",
+                                   "llm_pages_on_host 15",
+                                   "llm_steps_total 16",
+                                   "llm_running 17",
+                                   "llm_waiting 18",
+                                   "llm_preemptions_total 19",
+                                   "llm_draft_tokens_total 20",
+                                   "llm_draft_tokens_accepted_total 21",
+                                   "llm_sequence_steps_total 22",
+                                   "llm_prompt_tokens_total 31",
+                                   "llm_answer_tokens_total 4",
+                                   "llm_http_answers_total{status=\"200\"} 2",
+                                   "llm_http_answers_total{status=\"404\"} 1",
+                                   "llm_answers_total{finish_reason=\"stop\"} 1",
+                                   "llm_requests_total{outcome=\"timed_out\"} 1",
+                                   "llm_requests_total{outcome=\"failed\"} 0",
+                                   "llm_time_to_first_token_seconds_bucket{le=\"0.005\"} 0",
+                                   "llm_time_to_first_token_seconds_bucket{le=\"0.01\"} 1",
+                                   "llm_time_to_first_token_seconds_bucket{le=\"0.025\"} 2",
+                                   "llm_time_to_first_token_seconds_bucket{le=\"120\"} 2",
+                                   "llm_time_to_first_token_seconds_bucket{le=\"+Inf\"} 3",
+                                   "llm_time_to_first_token_seconds_count 3",
+                                   "llm_time_per_token_seconds_bucket{le=\"0.0001\"} 1",
+                                   "llm_time_per_token_seconds_count 1"})
+        CHECK_THAT(text, ContainsSubstring(concat("\n", line, "\n")));
+    const std::string sum = "llm_time_to_first_token_seconds_sum ";
+    CHECK(std::stod(text.substr(text.find(sum) + sum.size())) == 0.01 + 0.011 + 121);
 }
 
 TEST_CASE("a server that ends as soon as it has started ends", "[server]") {
@@ -215,4 +269,38 @@ TEST_CASE("who waits for the engine's thread is told why there is no answer", "[
                        CHECK_THAT(take_all(loop, request), ContainsSubstring("500: the model's logits are not finite"));
                    }),
                ContainsSubstring(outcome("failed")));
+}
+
+TEST_CASE("the view tells whose pages are where", "[inference][server]") {
+    const Config config = small_llama();
+    ModelWithMemory m(config, config.T_max);
+    const auto tokenizer = make_byte_tokenizer();
+    EngineOptions options;
+    options.cache = {.page_size = 2, .n_pages = 8};
+    options.scheduler.max_sequences = 2, options.scheduler.preemption = Preemption::swap;
+    EngineWithMemory e(m.model, options);
+    Requests requests(e.engine, *tokenizer);
+    for (int32_t id = 1; id <= 2; ++id) {  // each ends with seven pages
+        TextRequest request;
+        request.prompt = {id, 2, 3, 4}, request.max_tokens = 10;
+        requests.add(std::move(request));
+    }
+    std::set<std::string> states;
+    for (bool more = true; more; more = requests.step()) {
+        const EngineView view = view_of(requests);
+        int64_t n_pages = 0, n_swapped = 0;
+        for (const EngineView::PageRun& run : view.pages) n_pages += run.n;
+        CHECK(n_pages == 8);
+        for (const EngineView::Row& row : view.requests) {
+            int64_t its_pages = 0;
+            for (const EngineView::PageRun& run : view.pages) its_pages += run.owner == row.id ? run.n : 0;
+            CHECK(row.pages == its_pages);
+            const bool on_device = row.state == std::string("prompt") || row.state == std::string("answers");
+            CHECK((row.pages > 0) == on_device);
+            states.insert(row.state);
+            n_swapped += row.state == std::string("swapped");
+        }
+        CHECK((view.use.host_pages > 0) == (n_swapped > 0));
+    }
+    CHECK(states == std::set<std::string>{"answers", "swapped", "waits"});
 }

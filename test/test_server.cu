@@ -41,7 +41,7 @@ const std::string& refusal_to_listen() {
 
 class Server {
   public:
-    explicit Server(const std::string& flags) {
+    explicit Server(const std::string& flags, const std::string& host = "127.0.0.1") {
         model_folder();
         pid_ = ::fork();
         if (pid_ == 0) {
@@ -53,7 +53,7 @@ class Server {
             ::_exit(127);
         }
         for (int i = 0; i < 1000 && port_ == 0; ++i, pause_ms(10)) {
-            const std::string line = slurp(folder_ / "out"), before = "at http://127.0.0.1:";
+            const std::string line = slurp(folder_ / "out"), before = concat("at http://", host, ":");
             const size_t at = line.find(before);
             if (at != std::string::npos && line.back() == '\n') port_ = std::stoi(line.substr(at + before.size()));
         }
@@ -526,7 +526,11 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     refused(post(R"({"prompt": "a", "max_tokens": 99999999999999999999})"), 400, "a whole number of at most 64 bits",
             "max_tokens");
     refused(post(R"({"prompt": "a", "max_tokens": 0})"), 400, "at least 1", "max_tokens");
-    refused(post(R"({"prompt": "a", "n": 100})"), 400, "1 to 64", "n");
+    for (const int n : {0, 65}) refused(post(concat(R"({"prompt": "a", "n": )", n, "}")), 400, "1 to 64", "n");
+    refused(post(R"({"prompt": "a", "temperature": ")" + std::string(100, 'x') + "\"}"), 400, "xxx...: expected",
+            "temperature");
+    refused(post(R"({"prompt": "a", "stream": true, "stream_options": [1]})"), 400, "expected an object",
+            "stream_options");
     std::string biases = "\"0\": 0";  // of 16 bytes each
     for (int i = 1; i < 100; ++i) biases += concat(",\"", i, "\":0");
     std::string prompts = "[1]";  // more than could ever run and wait: no status that says "try again"
@@ -628,6 +632,10 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
                     key + "\r\n"),
             413, "2000 bytes");  // as curl asks
     CHECK(ask(server, http("GET", "/v1/models", "", "Authorization: bearer secret\r\n")).status == 200);
+    for (const char* const charset : {";charset=utf-8", " ; charset=utf-8"})
+        refused(ask(server, concat("POST /v1/completions HTTP/1.1\r\nContent-Type: application/json", charset,
+                                   "\r\nContent-Length: 2\r\nConnection: close\r\n", key, "\r\n{}")),
+                400, "\"prompt\" is missing", "prompt");
     refused(ask(server, "POST /v1/completions HTTP/1.1\r\nContent-Type: application/jsonl\r\nContent-Length: 2\r\n" +
                             key + "\r\n{}"),
             415, "application/jsonl");
@@ -650,7 +658,7 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     CHECK(two.read_all().find("HTTP/1.1 404") == std::string::npos);
     // Nor is a connection kept that the client does not want to be kept.
     for (const char* const words :
-         {"close", "Close", "TE, close", "keep-alive,\tCLOSE , TE", "TE\r\nConnection: Close"})
+         {"close", "Close", "TE, close", "keep-alive,\tCLOSE , TE", "TE\r\nconnection: Close"})
         CHECK(ask(server, concat("GET /health HTTP/1.1\r\nConnection: ", words, "\r\n\r\n"))
                   .head.find("Connection: close") != std::string::npos);
     Client kept(server, "GET /health HTTP/1.1\r\nConnection: Upgrade, not-close\r\n\r\n");
@@ -671,17 +679,21 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     }
     CHECK(ask(server, "GET /health HTTP/1.1\r\nContent-Length : 26" + second).status == 400);  // or the library does it
     const std::string body = R"({"prompt": "a", "max_tokens": 1, "n":1})";                     // 39 bytes
-    const auto in_chunks = [&](const std::string& chunks) {
-        return ask(server, "POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n" + chunked + key +
+    const auto in_chunks = [&](const std::string& chunks,
+                               const std::string& coding = "Transfer-Encoding: chunked\r\n") {
+        return ask(server, "POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n" + coding + key +
                                "Connection: close\r\n\r\n" + chunks);
     };
     const std::string end = "\r\n0\r\n\r\n";
     for (const char* const length : {"27", "027", "27;name=value"})
         CHECK(in_chunks(concat(length, "\r\n", body, end)).status == 200);
+    CHECK(in_chunks("27\r\n" + body + end, "transfer-encoding: Chunked\r\n").status == 200);
     CHECK(in_chunks("9\r\n" + body.substr(0, 9) + "\r\n1E\r\n" + body.substr(9) + end).status == 200);
     for (const char* const length : {"0x27", "+27", " 27", "27 or so", "-5", "27;a\nb", "", "0000000000000027"})
         refused(in_chunks(concat(length, "\r\n", body, end)), 400, "not an HTTP request");
     refused(in_chunks("7d1\r\n" + std::string(2001, ' ') + end), 413, "2000 bytes");
+    refused(in_chunks("3e9\r\n" + std::string(1001, ' ') + "\r\n3e8\r\n" + std::string(1000, ' ') + end), 413,
+            "2000 bytes");
     refused(in_chunks("27\n" + body + end), 400, "not an HTTP request");
     refused(in_chunks("27\r\n" + body + " " + end), 400, "not an HTTP request");
     refused(in_chunks("27\r\n" + body + "\r\n0;" + std::string(2000, 'x') + "\r\n\r\n"), 400, "not an HTTP request");
@@ -807,6 +819,16 @@ TEST_CASE("a client that goes away frees its pages; too many clients are refused
     CHECK(third.object()["error"]["type"] == "rate_limit_error");
     first.leave();
     CHECK(second.read_until("data: ").find("data: ") != std::string::npos);  // it is the second one's turn
+}
+
+TEST_CASE("the server says where it is as a URL has addresses", "[program][server]") {
+    SKIP_WITHOUT_SERVER();
+    sockaddr_in6 local{};
+    local.sin6_family = AF_INET6, local.sin6_addr = in6addr_loopback;
+    const int six = ::socket(AF_INET6, SOCK_STREAM, 0);
+    if (::bind(six, reinterpret_cast<sockaddr*>(&local), sizeof local) == 0)  // a machine with IPv6
+        CHECK(Server("--host ::1", "[::1]").port() > 0);
+    ::close(six);
 }
 
 TEST_CASE("requests wait for pages, too", "[program][server]") {
