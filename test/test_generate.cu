@@ -59,7 +59,7 @@ TEST_CASE("generate goes on from a prompt, the same way in every setting", "[gen
         CHECK(generate(ids + " " + setting).out == plain.out);
     CHECK(generate(ids + " --temperature 0 --tp 2").out == generate(ids + " --temperature 0").out);
     CHECK(generate(ids + " --seed 4").out != plain.out);
-    CHECK(generate(ids + " --dtype bf16").status == 0);
+    for (const std::string dtype : {"bf16", "fp16"}) CHECK(generate(ids + " --dtype " + dtype).status == 0);
     const std::string samples = generate(ids + " --samples 3").out;
     CHECK(std::count(samples.begin(), samples.end(), '\n') == 3);
     CHECK(samples.rfind(plain.out, 0) == 0);  // the first sample is the only one of above
@@ -69,6 +69,8 @@ TEST_CASE("generate goes on from a prompt, the same way in every setting", "[gen
     CHECK(table.rfind("120,120,120\nlog-probability", 0) == 0);
     CHECK(std::count(table.begin(), table.end(), '\n') == 2 + 3);
     CHECK(generate(forced + " --lookup 2").out == table);
+    const std::string of_drawn = generate(forced + " --logprobs 0").out;  // of the drawn tokens alone
+    CHECK(std::count(of_drawn.begin(), of_drawn.end(), '\n') == 2 + 3);
     // A token that the tokenizer does not have adds no text.
     const TempFolder folder;
     const std::string tokenizer = slurp(newest_checkpoint(trained_run()) + "/tokenizer.json");
@@ -354,11 +356,28 @@ TEST_CASE("generate holds a conversation, plans, and tells a perplexity", "[gene
     const Outcome small = generate("--chat --tokens 40 --cache-pages 8", "cat " + (folder / "much") + " | ");
     CHECK_THAT(small.out, ContainsSubstring("(the beginning of the conversation is left out"));
     CHECK(small.out.find("ask for less") == std::string::npos);
+    // The system message is no part of what is left out: with it the second message has no room.
+    const std::string sixty(60, 'x');
+    spit(folder / "two", "a\n" + sixty + "\n");
+    const Outcome system =
+        generate("--chat --tokens 4 --max-length 100 --system " + sixty, "cat " + (folder / "two") + " | ");
+    CHECK_THAT(system.out, ContainsSubstring("(the prompt has "));
+    CHECK(system.out.find("left out") == std::string::npos);
+    // A system message of which a message of one letter is as long as there is room has none for an answer.
+    const std::string refused = generate("--chat --system ab --max-length 5").err, before = "it has ";
+    REQUIRE(refused.find(before) != std::string::npos);
+    const int least = std::atoi(&refused[refused.find(before) + before.size()]);
+    for (const int more : {0, 1})
+        CHECK(generate(concat("--chat --system ab --max-length ", least + more, " < /dev/null")).status ==
+              (more == 0 ? 2 : 0));
     CHECK_THAT(generate("--plan --max-length 100").out, ContainsSubstring("64 sequences of 100 tokens fit"));
     // The last token of a sequence is in no page.
     CHECK_THAT(generate("--plan --page-size 1 --cache-pages 12 --max-length 7").out,
                ContainsSubstring(" 2 sequences of 7 tokens fit"));
     CHECK(generate("--plan").out.find("while it is read") == std::string::npos);
+    CHECK_THAT(generate("--plan").out, ContainsSubstring("(4.00 KiB per token)"));
+    CHECK_THAT(generate("--plan --tp 2").out,
+               ContainsSubstring("(2.00 KiB per token)"));  // the keys of half of the heads
     CHECK(generate("--plan").out.find("it does not fit") == std::string::npos);
     // Pages of 16 tokens, each of which takes at least 1024 bytes.
     const std::string too_many = concat(" --cache-pages ", device_memory().all / (16 * 1024) + 1);
@@ -385,6 +404,14 @@ TEST_CASE("generate holds a conversation, plans, and tells a perplexity", "[gene
     const double rounded = perplexity("--cache-dtype fp8");
     CHECK(rounded != exact);
     CHECK(std::abs(rounded / exact - 1) < 0.01);
+    // Also a model of more positions has windows of 1024.
+    std::filesystem::copy(newest_checkpoint(trained_run()), folder / "longer");
+    json config = parsed_json(slurp(folder / "longer/config.json"));
+    config["max_position_embeddings"] = 2000;
+    spit(folder / "longer/config.json", dumped(config));
+    spit(folder / "text", std::string(1100, 'x'));
+    CHECK_THAT(run_program("generate", "--model " + (folder / "longer") + " --eval " + (folder / "text")).out,
+               ContainsSubstring(" of 1099 tokens, in windows of 1024"));
 }
 
 // Its output is a pipe that is full, as a terminal is after Ctrl-S, so that each Ctrl-C comes while it writes.
@@ -515,6 +542,24 @@ TEST_CASE("generate refuses in one line what cannot be", "[generate][program]") 
         {"--prompt a --tp 2 --graphs on", "--graphs on cannot be combined with --tp"},
         {"--prompt a --beams 2 --lookup 2", "--lookup proposes tokens that are drawn next"},
         {"--prompt a --port 80", "--port is for --serve"},
+        {"--serve --port 65536", "--port 65536: a port is a number up to 65535"},
+        {"--serve --max-waiting -1", "--max-waiting must not be negative"},
+        {"--serve --max-body 0", "--max-body, --client-timeout and --request-timeout be positive"},
+        {"--serve --client-timeout 0", "--max-body, --client-timeout and --request-timeout be positive"},
+        {"--serve --request-timeout 0", "--max-body, --client-timeout and --request-timeout be positive"},
+        {"--prompt a --cache-dtype fp16", "--cache-dtype fp16: use same or fp8"},
+        {"--prompt a --batching none", "--batching none: use continuous or static"},
+        {"--prompt a --preempt none", "--preempt none: use swap or recompute"},
+        {"--prompt a --step-tokens 0", "--page-size, --tokens and --samples must be at least 1"},
+        {"--prompt a --page-size 0", "--page-size, --tokens and --samples must be at least 1"},
+        {"--prompt a --samples 0", "--page-size, --tokens and --samples must be at least 1"},
+        {"--prompt a --cache-pages -1", "and --cache-pages and --lookup not negative"},
+        {"--prompt a --lookup -1", "and --cache-pages and --lookup not negative"},
+        {"--prompt a --max-length 1", "--max-length 1: a prompt and an answer have at least 2 tokens"},
+        {"--prompt a --template chatml", "--template is for --chat and --serve"},
+        {"--prompt a --system b", "--system is for --chat"},
+        {"--eval a.txt --draft " + trained_run(), "it cannot be combined with --lookup, --beams or --eval"},
+        {"--chat --tp 2", "--tp cannot be combined with --draft, --chat, --serve, --eval or"},
         {"--eval a.txt --temperature 0", "--temperature is for answers, and --eval has none"},
         {"--eval a.txt --tokens 4", "--tokens is for answers, and --eval has none"},
         {"--prompt a --tp 5", "--tp 5"},
@@ -525,6 +570,7 @@ TEST_CASE("generate refuses in one line what cannot be", "[generate][program]") 
         {"--prompt a --weights int4", "unknown format of weights 'int4'"},
         {"--prompt a --max-length 100000", "the model has 256 positions"},
         {"--prompt-ids 1,x", "--prompt-ids x: give a whole number"},
+        {"--prompt-ids 1,", "--prompt-ids : give a whole number"},
         {"--chat --template vicuna", "--template vicuna: use chatml, qwen2, qwen, qwen3"},
         {"--batch no.jsonl --out " + (folder / "o"), "--batch no.jsonl: cannot be read"},
         {"--batch no.jsonl", "--batch needs --out"},
@@ -540,6 +586,7 @@ TEST_CASE("generate refuses in one line what cannot be", "[generate][program]") 
         {"--prompt a --beams 2 --samples 3", "--beams 2: it must be at least --samples"},
         {"--prompt a --length-penalty 2", "--length-penalty is for --beams"},
         {"--chat --logprobs 1", "--logprobs is for --prompt, --prompt-ids, --batch and --serve"},
+        {"--plan --logprobs 1", "--logprobs is for --prompt, --prompt-ids, --batch and --serve"},
         {"--prompt a --pictures /proc/p", "cannot make the folder /proc/p"},
         {"--chat --pictures p", "--pictures is for --batch and --prompt"},
         {"--prompt ''", "--prompt is empty"},
@@ -551,6 +598,7 @@ TEST_CASE("generate refuses in one line what cannot be", "[generate][program]") 
         {"--chat --stop ''", "--stop is empty"},
         {"--serve --api-key ''", "--api-key is empty"},
         {"--serve --api-key 'x '", "--api-key: give printable ASCII characters"},
+        {"--serve --api-key 'x\x7f'", "--api-key: give printable ASCII characters"},
         {"--prompt a --draft ''", "--draft is empty"},
         {"--serve --max-waiting 9e18", "--max-waiting can be at most 1048576"},
         {"--serve --client-timeout 1e19", "--client-timeout can be at most 1e9 seconds"}};
@@ -569,6 +617,13 @@ TEST_CASE("generate refuses in one line what cannot be", "[generate][program]") 
     spit(folder / "in", "{\"prompt\": \"a\", \"tokens\": 2}\n");
     generate("--batch " + (folder / "in") + " --out " + (folder / "out") + " >&-");
     CHECK(lines_of(folder / "out").size() == 1);
+    // Of a model with more tokens than bytes and no tokenizer only ids can be asked for.
+    json config = parsed_json(slurp(newest_checkpoint(trained_run()) + "/config.json"));
+    config["vocab_size"] = 600;
+    spit(folder / "config.json", dumped(config));
+    for (const std::string way : {"--prompt a", "--serve"})
+        CHECK_THAT(run_program("generate", way + " --model " + folder.path).err,
+                   ContainsSubstring("there is no tokenizer.json in this folder: give --tokenizer"));
     const Outcome none = run_program("generate", "--prompt a", "cd " + folder.path + " &&");
     CHECK_THAT(none.err, ContainsSubstring("there is no run in runs/: train a model with ./train_gpt"));
 }
@@ -599,16 +654,18 @@ TEST_CASE("a checkpoint that is removed while it is read gives way to a newer on
     const TempFolder folder;
     std::filesystem::copy(trained_run(), folder / "run", std::filesystem::copy_options::recursive);
     const std::string next = folder / "run/checkpoints/step-00000005";
-    std::filesystem::copy(newest_checkpoint(folder / "run"), next);
-    // generate opens its config.json, and waits for what is in it.
-    const std::string start =
-        concat(program_path("generate"), " --prompt 'Line 1' --tokens 5 --model ", folder / "run");
-    const Outcome outcome =
-        run_shell(concat("cd ", next, " && rm config.json && mkfifo config.json && { timeout 60 ", start,
-                         " & } && exec 3> config.json && rm -r ", next, " && exec 3>&- && wait $!"));
-    INFO(outcome.err);
-    CHECK(outcome.status == 0);
-    CHECK(outcome.out == generate("--prompt 'Line 1' --tokens 5").out);
+    for (const std::string& models : {std::string("--model "), "--model " + trained_run() + " --draft "}) {
+        std::filesystem::copy(newest_checkpoint(folder / "run"), next);
+        // generate opens its config.json, and waits for what is in it.
+        const std::string start =
+            concat(program_path("generate"), " --prompt 'Line 1' --tokens 5 ", models, folder / "run");
+        const Outcome outcome =
+            run_shell(concat("cd ", next, " && rm config.json && mkfifo config.json && { timeout 60 ", start,
+                             " & } && exec 3> config.json && rm -r ", next, " && exec 3>&- && wait $!"));
+        INFO(models << outcome.err);
+        CHECK(outcome.status == 0);
+        CHECK(outcome.out == generate("--prompt 'Line 1' --tokens 5").out);
+    }
 }
 
 // Its name is too long to open it, and short enough to find it in its folder.
