@@ -79,6 +79,10 @@ TEST_CASE("cache report: the shares of two sequences by hand", "[cache_report]")
     TempFolder folder;  // nothing happened, and very much did
     const CacheReport nothing({.n_pages = 4}, 100);
     CHECK_THAT(nothing.text(), ContainsSubstring("there was no step"));
+    CHECK(one_line_with(error_of([&] { CacheReport({.n_pages = 4}, 0); }), "at least 1 row, not 0"));
+    CacheReport idle({.page_size = 4, .n_pages = 4}, 16);  // steps, and nobody in the cache
+    idle.step({.n_pages = 4, .free_pages = 4});
+    CHECK_THAT(idle.text(), ContainsSubstring("saves 0.0 % of the rows"));
     nothing.write_png(folder / "nothing.png");
     for (int64_t i = 0; i < 5000; ++i) pages.step({.n_pages = 10, .free_pages = 10});
     pages.write_png(folder / "much.png");
@@ -116,6 +120,10 @@ TEST_CASE("timeline: what each request does in each step, static beside continuo
     Timeline twice;
     twice.arrive(1);
     CHECK(one_line_with(error_of([&] { twice.arrive(1); }), "request 1 has arrived before"));
+    Request stranger;
+    stranger.id = 7;
+    const StepPart part{.request = &stranger, .sequence = nullptr, .first = 0, .n = 1, .n_logits = 1, .n_scored = 0};
+    CHECK(one_line_with(error_of([&] { twice.step({&part, 1}); }), "request 7 is in a step, and has not arrived"));
     CHECK(one_line_with(error_of([&] { write_timelines_png(folder / "none.png", {}); }), "give at least one"));
     Timeline batch;  // of more requests than a picture can have rows
     for (int64_t i = 0; i < 20'000; ++i) batch.arrive(i), batch.step({}), batch.leave(i);

@@ -112,6 +112,7 @@ TEST_CASE("canvas: what lies outside is cut off") {
     CHECK(picture.darkness(20, 10) == 0);
     CHECK(one_line_with(error_of([] { Canvas(0, 10); }), "0 x 10"));
     CHECK(one_line_with(error_of([] { Canvas(10, 20000); }), "16384"));
+    CHECK(one_line_with(error_of([] { Canvas(20000, 10); }), "16384"));
 }
 
 TEST_CASE("canvas: every letter stays in its box, and no two look alike") {
@@ -136,6 +137,7 @@ TEST_CASE("canvas: every letter stays in its box, and no two look alike") {
     }
     CHECK(Canvas::text_width("0123456789", 10) == Approx(Canvas::text_width("1111111111", 10)));  // columns of numbers
     CHECK(Canvas::text_width("", 10) == 0);
+    CHECK(Canvas::text_width("\x7f", 10) == Canvas::text_width("?", 10));  // the character after the last with a sign
     CHECK(Canvas::text_width("\xc3\xa9", 10) == Canvas::text_width("?", 10));  // one sign for one foreign character
 }
 
