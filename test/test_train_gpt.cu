@@ -1,6 +1,7 @@
 // test/test_train_gpt.cu: the training program from outside. Resuming, being killed, bad input, what it leaves behind.
 #include "file_size_limit.h"
 #include "io/io.h"
+#include "json.h"
 #include "optim/optim.h"
 #include "run_models.h"
 #include "training/training.h"
@@ -277,6 +278,15 @@ TEST_CASE("bad input ends with one line that says what to do", "[program][train_
         {"--plan --model tiny --batch 4096 --seq 2064", "a micro-batch of 8454144 tokens"},
         {"--model gpt2", "give the model's --tokenizer"},
         {"--new-data", "--new-data belongs to --resume"},
+        {"--account --ranks 2", "--account: it is that of one rank"},
+        {"--eps 1e39", "--eps: in float32 it is inf"},
+        {"--eot -2", "--eot -2: a token id, or -1"},
+        {"--stop-after -1", "must not be negative"},
+        {"--log-every -1", "must not be negative"},
+        {"--ranks 2 --pp 2 --pipeline auto --memory-limit -1", "--memory-limit must not be negative"},
+        {"--ranks 2 --pp 2 --pipeline 2bw --micro-batches 2 --clip 0 --val-every 0 --dtype fp8",
+         "--pipeline 2bw with --dtype fp8"},
+        {"--ranks 2 --pp 2 --sample 10", "--sample with --pp: no rank has the whole model"},
     };
     REQUIRE(cases.size() >= 25);
     for (const Case& c : cases) {
@@ -502,6 +512,30 @@ TEST_CASE("a run is neither overwritten nor continued as another one", "[program
     outcome = run_program("train_gpt", "--resume --lr 0.5 --out " + run);
     CHECK(outcome.status == 2);
     CHECK(one_line_with(outcome.err.substr(0, outcome.err.size() - 1), "--lr 0.5 differs"));
+    for (const auto& [flags, says] :
+         {std::pair("--steps 20 --schedule constant", "--schedule constant differs from the run"),  // of as many steps
+          {"--trace 2", "step 2 is not among those that will be made, 3 to 20"}})
+        CHECK(one_line_with(line_of(run_program("train_gpt", concat(flags, " --resume --out ", run))), says));
+    // What an earlier version has written has no checksum, and may have options that this one does not know.
+    const std::string path = newest_checkpoint(run) + "/state.json", state = slurp(path);
+    for (const auto& [flag, value, says] : {std::tuple("--speed", "3", "unknown option --speed; was it written by"),
+                                            {"--pipeline", "2bw", "--pipeline 2bw, which this run has, needs --pp"}}) {
+        json other = parsed_json(state);
+        other.removeMember("checksum"), other["options"][flag] = value;
+        spit(path, dumped(other));
+        CHECK(one_line_with(line_of(run_program("train_gpt", "--resume --out " + run)), says));
+    }
+    for (const auto& [text, says] :
+         {std::pair("[]", "it is not a JSON object"),
+          {R"({"step": 1, "updates": 1, "loss_scale": {"scale": 1, "good_steps": 0, "overflows": 0}})",
+           "\"options\" is missing"},
+          {R"({"step": 1, "updates": 1, "loss_scale": {"scale": 1, "good_steps": 0, "overflows": 0}, "options": {},
+               "data": {"train_tokens": 1, "val_tokens": 1, "train_checksum": "x", "val_checksum": "0"}})",
+           "a checksum is not a hexadecimal number"}}) {
+        spit(path, text);
+        CHECK(one_line_with(error_of([&] { read_state(newest_checkpoint(run)); }), "is not a training state: ", says));
+    }
+    spit(path, state);
     CHECK(slurp(run + "/log.csv") == log);
     // A flag given again with the same value, written otherwise, is no conflict.
     CHECK(run_program("train_gpt", "--resume --lr 3e-3 --out " + run).status == 0);
