@@ -4,6 +4,7 @@
 #include <cstdlib>
 
 #include "simulated_engine.h"
+#include "stb_image.h"
 #include "temp_folder.h"
 
 namespace {
@@ -15,6 +16,23 @@ void keep_picture(const TempFolder& folder, const std::string& name) {
     if (const char* target = std::getenv("LLM_TEST_PICTURES"))
         spit(std::string(target) + "/" + name, slurp(folder / name));
 }
+
+struct Pixels {
+    int width = 0, height = 0, channels = 0;
+    std::unique_ptr<uint8_t, void (*)(void*)> rgb;
+
+    explicit Pixels(const std::string& path)
+        : rgb(stbi_load(path.c_str(), &width, &height, &channels, 3), stbi_image_free) {
+        REQUIRE(rgb != nullptr);
+    }
+    std::array<int, 3> at(double x, double y) const {
+        const uint8_t* const its = rgb.get() + 3 * (static_cast<int>(y) * width + static_cast<int>(x));
+        return {its[0], its[1], its[2]};
+    }
+};
+constexpr std::array<int, 3> kWhite{255, 255, 255}, kWaiting{214, 214, 214}, kPrefill{230, 159, 0},
+    kDecode{0, 114, 178}, kTokens{0, 158, 115}, kReserved{230, 159, 0}, kInternal{213, 94, 0}, kKept{86, 180, 233},
+    kFree{232, 232, 232};
 
 }  // namespace
 
@@ -84,8 +102,26 @@ TEST_CASE("cache report: the shares of two sequences by hand", "[cache_report]")
     idle.step({.n_pages = 4, .free_pages = 4});
     CHECK_THAT(idle.text(), ContainsSubstring("saves 0.0 % of the rows"));
     nothing.write_png(folder / "nothing.png");
-    for (int64_t i = 0; i < 5000; ++i) pages.step({.n_pages = 10, .free_pages = 10});
-    pages.write_png(folder / "much.png");
+    CacheReport much({.page_size = 4, .n_pages = 10}, 40);  // full for half of the time, then empty
+    for (int64_t i = 0; i < 5000; ++i)
+        much.step(i < 2500 ? CacheUse{.n_pages = 10, .owned_pages = 10, .used_rows = 40}
+                           : CacheUse{.n_pages = 10, .free_pages = 10});
+    much.write_png(folder / "much.png");
+    const Pixels picture(folder / "much.png");
+    const double left = 520, right = 1090;
+    CHECK(picture.at(left + 0.49 * (right - left), 200) == kTokens);
+    CHECK(picture.at(left + 0.51 * (right - left), 200) == kFree);
+    // Of 10 pages 3 full of tokens, 2 more in use, 2 kept, 3 free; of slots a quarter tokens, a twentieth reserved.
+    CacheReport steady({.page_size = 4, .n_pages = 10}, 20);
+    steady.step({.n_pages = 10, .free_pages = 3, .kept_pages = 2, .owned_pages = 5, .used_rows = 12});
+    steady.finished(4, 3);
+    steady.write_png(folder / "steady.png");
+    const Pixels shares(folder / "steady.png");
+    const auto at = [&](double x, double share) { return shares.at(x, 360 - share * (360 - 56)); };
+    CHECK((at(800, 0.28) == kTokens && at(800, 0.32) == kInternal && at(800, 0.48) == kInternal));
+    CHECK((at(800, 0.52) == kKept && at(800, 0.68) == kKept && at(800, 0.72) == kFree && at(800, 0.98) == kFree));
+    CHECK((at(105, 0.23) == kTokens && at(105, 0.275) == kReserved && at(105, 0.32) == kInternal));
+    CHECK((at(275, 0.58) == kTokens && at(275, 0.62) == kInternal && at(275, 0.98) == kInternal));
 }
 
 TEST_CASE("timeline: what each request does in each step, static beside continuous", "[cache_report]") {
@@ -125,11 +161,54 @@ TEST_CASE("timeline: what each request does in each step, static beside continuo
     const StepPart part{.request = &stranger, .sequence = nullptr, .first = 0, .n = 1, .n_logits = 1, .n_scored = 0};
     CHECK(one_line_with(error_of([&] { twice.step({&part, 1}); }), "request 7 is in a step, and has not arrived"));
     CHECK(one_line_with(error_of([&] { write_timelines_png(folder / "none.png", {}); }), "give at least one"));
-    Timeline batch;  // of more requests than a picture can have rows
-    for (int64_t i = 0; i < 20'000; ++i) batch.arrive(i), batch.step({}), batch.leave(i);
-    const std::pair<std::string, Timeline> alone{"20,000 requests", batch};
-    CHECK_NOTHROW(write_timelines_png(folder / "batch.png", {&alone, 1}));
+}
+
+TEST_CASE("timeline: where a picture has each request and step", "[cache_report]") {
+    const TempFolder folder;
+    const double left = 24, right = 1096, top = 36;
+    // Two requests in four steps: a row has 14 pixels, of which the last is white, and a panel 36 + 2 * 14 + 30.
+    Request request;
+    request.id = 1, request.prompt = {1};
+    StepPart part{.request = &request, .sequence = nullptr, .first = 0, .n = 1, .n_logits = 1, .n_scored = 0};
+    Timeline first, second;
+    first.arrive(1), first.arrive(2);
+    first.step({}), first.step({&part, 1}), part.first = 1, first.step({&part, 1}), first.leave(1), first.step({});
+    second.arrive(1), second.step({&part, 1});
+    const std::pair<std::string, Timeline> both[] = {{"first", first}, {"second", second}};
+    write_timelines_png(folder / "two.png", both);
+    const Pixels two(folder / "two.png");
+    CHECK(two.height == 2 * (36 + 2 * 14 + 30) + 34);
+    const auto middle = [&](int step) { return left + (step + 0.5) * (right - left) / 4; };
+    const std::array<int, 3> colors[] = {kWaiting, kPrefill, kDecode, kWhite};
+    for (int step = 0; step < 4; ++step) {
+        CHECK(two.at(middle(step), top + 7) == colors[step]);
+        CHECK(two.at(middle(step), top + 13) == kWhite);
+        CHECK(two.at(middle(step), top + 14 + 7) == kWaiting);
+    }
+    CHECK(two.at(middle(0), 94 + top + 7) == kDecode);
+    CHECK(two.at(middle(1), 94 + top + 7) == kWhite);
+    CHECK(two.at(left + 7, two.height - 20) == kWaiting);  // the legend
+
+    // Of twice 4100 requests, a hundred more in each step, it shows every fifth, in two pixels of height.
+    Timeline batch;
+    for (int64_t i = 0; i < 4100; ++i) {
+        batch.arrive(i);
+        if (i % 100 == 99) batch.step({});
+    }
+    const std::pair<std::string, Timeline> batches[] = {{"4100 requests", batch}, {"again", batch}};
+    write_timelines_png(folder / "batch.png", batches);
     keep_picture(folder, "batch.png");
+    const Pixels many(folder / "batch.png");
+    const int bottom = 36 + 2 * 820;
+    CHECK(many.height == 2 * (bottom + 30) + 34);
+    CHECK(many.at((left + right) / 2, bottom - 1) == kWhite);  // it came in the last step
+    CHECK(many.at(right - 10, bottom - 1) == kWaiting);
+    int n_ticks = 0;  // a line every five steps
+    for (int x = 1; x < many.width; ++x) {
+        n_ticks += many.at(x, bottom + 2) != kWhite && many.at(x - 1, bottom + 2) == kWhite;
+        CHECK(many.at(x, bottom + 27) == kWhite);
+    }
+    CHECK(n_ticks == 9);
 }
 
 TEST_CASE("timeline: as text", "[cache_report]") {
