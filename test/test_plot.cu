@@ -247,6 +247,38 @@ TEST_CASE("plot: a log axis makes a power law straight") {
     CHECK(rows.size() > 400);
 }
 
+// The axis stands beside the widest of its numbers.
+TEST_CASE("plot: numbers have the digits that their steps need, and units") {
+    struct Case {
+        std::vector<double> values;
+        std::string widest;
+        bool log = false;
+    };
+    const Case cases[] = {{{0, 1}, "0.8"},         {{0, 9000}, "9000"},
+                          {{0, 20000}, "20k"},     {{100000, 100000.3}, "100000.05"},
+                          {{0, 3e15}, "1.5e15"},   {{0, 2e-5}, "1.5e-5"},
+                          {{-1e-9, 2.1e7}, "15M"}, {{1, 1e6}, "1000", true},
+                          {{1, 20}, "10", true},   {{1000, 1001}, "1000.2", true},
+                          {{0.3, 0.34}, "0.335"}};
+    for (const auto& [values, widest, log] : cases) {
+        Plot plot = plot_of({1, 2}, values);
+        plot.log_y = log;
+        const std::vector<int> columns = draw(plot).columns_of(38, 38, 38);
+        INFO(values[0] << " to " << values[1]);
+        CHECK(columns.front() ==
+              std::floor(Canvas::text_width(widest, 10) + 24) - 5);  // where the lines of ticks begin
+    }
+    for (const double most : {1e6, 1e200}) {
+        Plot plot = plot_of({1, 2}, {1, most});
+        plot.log_y = true;
+        const Picture picture = draw(plot);
+        int n_lines = 0;
+        const int x = picture.columns_of(38, 38, 38).front() + 9;  // right of the axis, left of the first line of x
+        for (int y = 0; y < picture.height; y++) n_lines += picture.is(x, y, 226, 226, 226);
+        CHECK((n_lines >= 5 && n_lines <= 12));
+    }
+}
+
 TEST_CASE("plot: nothing, one point, constants, extremes: always a picture") {
     const double huge = 1e308, tiny = 5e-324;
     // clang-format off
