@@ -176,16 +176,17 @@ void print_perplexity(const LoadedModel& model, const GenerateOptions& o, const 
 // ---------------------------------------------------------------------------------------------------------------------
 // What it takes
 
-void print_plan(LoadedModel& model) {
+void print_plan(const GenerateOptions& o, LoadedModel& model) {
     const EngineOptions& e = model.engine->options();
     const auto line = [](const char* name, double bytes) {
         std::printf("  %-24s %s\n", name, human_bytes(bytes).c_str());
     };
     const double page = static_cast<double>(model.cache.bytes()) / static_cast<double>(e.cache.n_pages);
-    const auto say_model = [](const char* name, const LoadedWeights& its) {
+    std::string dtype = o.dtype == DType::bf16 ? "bf16" : o.dtype == DType::f16 ? "fp16" : "fp32";  // as --dtype says
+    if (o.weights != WeightFormat::none) dtype += concat(", the blocks' linear layers in ", weight_format_name(o.weights));
+    const auto say_model = [&](const char* name, const LoadedWeights& its) {
         std::printf("%-8s %s: %s parameters in %s\n", name, its.folder.c_str(),
-                    human_count(static_cast<double>(parameter_count(its.config))).c_str(),
-                    dtype_name(its.model.precision.dtype));
+                    human_count(static_cast<double>(parameter_count(its.config))).c_str(), dtype.c_str());
     };
     say_model("model", model);
     if (model.draft) say_model("draft", *model.draft);
@@ -274,7 +275,7 @@ Ready get_ready(const GenerateOptions& options, const std::string& folder, const
     if (options.plan) {
         check_answers(model, options);
         check_pages(model, options);
-        ready.task = [&model] { return print_plan(model), 0; };
+        ready.task = [&options, &model] { return print_plan(options, model), 0; };
         return ready;
     }
     Comm* const ranks = options.engine.ranks;

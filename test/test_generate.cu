@@ -376,6 +376,9 @@ TEST_CASE("generate holds a conversation, plans, and tells a perplexity", "[gene
                ContainsSubstring(" 2 sequences of 7 tokens fit"));
     CHECK(generate("--plan").out.find("while it is read") == std::string::npos);
     CHECK_THAT(generate("--plan").out, ContainsSubstring("(4.00 KiB per token)"));
+    CHECK_THAT(generate("--plan").out, ContainsSubstring(" parameters in fp32\n"));
+    CHECK_THAT(generate("--plan --dtype fp16 --weights int8-block").out,
+               ContainsSubstring(" parameters in fp16, the blocks' linear layers in int8-block\n"));
     CHECK_THAT(generate("--plan --tp 2").out,
                ContainsSubstring("(2.00 KiB per token)"));  // the keys of half of the heads
     CHECK(generate("--plan").out.find("it does not fit") == std::string::npos);
