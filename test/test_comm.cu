@@ -485,6 +485,16 @@ TEST_CASE("a rank that fails ends the job with its rank and its reason", "[comm]
     CHECK_THAT(text, ContainsSubstring("rank 0 (has not communicated yet)"));
 }
 
+TEST_CASE("a rank that hangs when the others have ended is found, later than one that is inside a call", "[comm]") {
+    const std::string text = error_of(threads(3), [](Comm& world) {
+        wait_at_most(world, 0.1);
+        for (int i = 0; i < 5000 && world.rank == 1 && !world.state().job->failed(); ++i)
+            std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    });
+    CHECK_THAT(text, ContainsSubstring("a message of the program of the end at step 0 has waited"));
+    CHECK(has_waited(text, 0.2));
+}
+
 TEST_CASE("a job has failed for the first reason, and says so once", "[comm]") {
     Job job;
     std::string said;
@@ -632,8 +642,41 @@ TEST_CASE("wrong calls and wrong options are one clear line", "[comm]") {
         CHECK_THAT(error_of(options, [](Comm&) {}),
                    ContainsSubstring("--trace " + steps + ": give the numbers of the steps to record"));
     }
+    const auto refusal = [](const auto& change) {
+        RankOptions changed = threads(2);
+        change(changed);
+        return error_of(changed, [](Comm&) {});
+    };
+    for (const int n : {-1, 1025})
+        CHECK(refusal([&](RankOptions& o) { o.ranks = n; }) ==
+              concat("--ranks ", n, ": a number of ranks from 1 to 1024"));
+    CHECK(refusal([](RankOptions& o) { o.timeout_s = 0; }) == "--comm-timeout 0: seconds, more than 0");
+    CHECK(refusal([](RankOptions& o) { o.ranks_per_node = -1; }) == "--ranks-per-node -1: use 1 or more, or 0 for all");
     // One rank alone: its error is the caller's, as if there were no ranks.
     CHECK(error_of(threads(1), [](Comm&) { fail("plain"); }) == "plain");
+}
+
+TEST_CASE("what the launchers of processes say", "[comm]") {
+    struct Variable {
+        const char* name;
+        Variable(const char* its_name, const char* value) : name(its_name) { setenv(name, value, 1); }
+        ~Variable() { unsetenv(name); }
+    };
+    RankOptions options = threads(0);
+    CHECK((!started_by_mpirun() && is_first_process() && rank_count(options) == 1));
+    {
+        const Variable size("PMI_SIZE", "3"), rank("PMI_RANK", "1");
+        CHECK((started_by_mpirun() && !is_first_process() && rank_count(options) == 3));
+        check_rank_options(options);
+        options.ranks = 3;
+        check_rank_options(options);
+        options.ranks = 2;
+        CHECK_THROWS_WITH(check_rank_options(options), "--ranks 2 under an mpirun of 3 processes: leave --ranks out");
+        const Variable open_mpi("OMPI_COMM_WORLD_SIZE", "2");
+        check_rank_options(options);
+    }
+    const Variable size("OMPI_COMM_WORLD_SIZE", "0");
+    CHECK_THROWS_WITH(rank_count(options), ContainsSubstring("has started \"0\" processes"));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -688,6 +731,23 @@ TEST_CASE("why a job has failed is said also where its trace cannot be written",
         if (world.rank == 0) fail("the disk is full");
     });
     CHECK_THAT(error, ContainsSubstring("the disk is full. There is no trace of it: cannot create " + folder.path));
+    // A job that has not failed has done so then. Of one that has failed the events are written, and no more.
+    CHECK_THAT(error_of(options,
+                        [](Comm& world) {
+                            world.set_step(1);
+                            gather_numbers(world, {world.rank});
+                        }),
+               Catch::Matchers::StartsWith("cannot create " + folder.path));
+    options.trace_folder = folder.path;
+    bool after = false;
+    options.after_trace = [&](const std::vector<TraceEvent>&) { after = true; };
+    CHECK(error_of(options, [](Comm& world) {
+              world.set_step(1);
+              gather_numbers(world, {world.rank});
+              if (world.rank == 0) fail("the disk is full");
+          }) == "rank 0: the disk is full");
+    CHECK(std::filesystem::exists(folder / "trace.json"));
+    CHECK(!after);
 }
 
 #ifdef CUDA_ON_CPU
