@@ -584,6 +584,19 @@ TEST_CASE("by NCCL a call on another stream waits for the messages of a group", 
     });
 }
 
+TEST_CASE("by NCCL the calls of a group that is over are waited for no longer", "[comm][nccl]") {
+    run_ranks(by_nccl(2), [](Comm& world) {
+        comm_check::Buffer x(DType::i32, 10), y(DType::i32, 10);
+        world.group_start();
+        world.send(x, 1 - world.rank, device().stream);
+        world.recv(y, 1 - world.rank, device().stream);
+        world.group_end();
+        wait_at_most(world, 0.05);
+        std::this_thread::sleep_for(std::chrono::milliseconds(150));
+        world.state().patience = 1;
+    });
+}
+
 TEST_CASE("by NCCL a communicator with calls under way can be split", "[comm][nccl]") {
     run_ranks(by_nccl(2), [](Comm& world) {
         comm_check::Buffer x(DType::i32, 1);
