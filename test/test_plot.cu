@@ -429,6 +429,30 @@ TEST_CASE("a trace has each event at its place: as a picture, for Perfetto, and 
     CHECK(trace_line(events[3]) == "trace    step 1  rank 1 <- 0     4.00 KiB    625000 us  all_reduce #1 of dp\n");
 }
 
+TEST_CASE("of a trace's messages those are drawn that can be told apart, the largest first") {
+    const TempFolder folder;
+    using E = TraceEvent;
+    std::vector<TraceEvent> events = {{E::computing, 0, -1, 1, 0, 0, 1, "forward"}};
+    const auto add = [&](size_t bytes, double start, double end) {
+        events.push_back({E::sending, 0, 1, 1, bytes, start, start, "send of dp"});
+        events.push_back({E::receiving, 1, 0, 1, bytes, start, end, "recv of dp"});
+    };
+    add(1 << 19, 0.252, 0.5);
+    add(1 << 20, 0.25, 0.75);  // it begins where the smaller one does
+    add(10'000, 0.85, 0.95);   // less than a hundredth of the largest
+    write_trace_picture(folder / "x.png", events, 2);
+    const Picture picture(folder / "x.png");
+    const auto is_drawn = [&](double start, double end) {
+        const int x = static_cast<int>(190 + (start + end) / 2 * (1600 - 190 - 40));
+        double most = 0;
+        for (int y = 149; y <= 153; ++y) most = std::max(most, picture.darkness(x, y));
+        return most > 0.4;
+    };
+    CHECK(is_drawn(0.25, 0.75));
+    CHECK(!is_drawn(0.252, 0.5));
+    CHECK(!is_drawn(0.85, 0.95));
+}
+
 TEST_CASE("a trace of nothing is not written, and one of a moment has a bar") {
     const TempFolder folder;
     write_trace(folder.path, {});
