@@ -149,6 +149,12 @@ void run(int argc, char** argv) {
             stream);
         for (int rank = 0; rank < world.size; ++rank)
             check(world.node_of(rank) == 0, "one machine is taken for several");
+        check(device().index == world.rank % device_count(), "the ranks do not take the devices in turn");
+        check(world.state().sharers == (device().is_cpu ? world.size : ceil_div(world.size, device_count())),
+              "so many ranks share a device: ", world.state().sharers);
+        const int64_t microseconds = std::llround(1e6 * world.state().started);
+        for (const auto& row : gather_numbers(world, {microseconds}))
+            check(row[0] == microseconds, "the ranks' traces begin at different times");
         std::vector<int> last_first;
         for (int rank = world.size; rank-- > 0;) last_first.push_back(rank);
         const auto turned = world.split(last_first, "turned");
