@@ -769,10 +769,10 @@ TEST_CASE("by NCCL a message of a group ends in the trace when it has arrived", 
     RankOptions options = by_nccl(2);
     options.trace = "0";
     options.trace_folder = folder.path;
-    double sent = 0, received = -1;  // since all ranks were there
+    double sent = 0, began = 0, received = -1;  // since all ranks were there
     options.after_trace = [&](const std::vector<TraceEvent>& events) {
         for (const TraceEvent& event : events)
-            if (event.what == "recv of world") received = event.end;
+            if (event.what == "recv of world") began = event.start, received = event.end;
     };
     run_ranks(options, [&](Comm& world) {
         comm_check::Buffer x(DType::f32, 10);
@@ -788,6 +788,7 @@ TEST_CASE("by NCCL a message of a group ends in the trace when it has arrived", 
     });
     CHECK(sent > 0);
     CHECK(received > sent);
+    CHECK((began > 0 && began < received));
 }
 #endif
 
