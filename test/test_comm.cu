@@ -399,6 +399,21 @@ TEST_CASE("a part of a part has the ranks that it should", "[comm]") {
 #endif
 }
 
+TEST_CASE("a plan has the parts of communicators, and NCCL's collectives, that the run would have", "[comm]") {
+    for (const std::string comm : {"auto", "threads", "nccl"}) {
+        RankOptions plan = threads(6);
+        plan.planning = true;
+        plan.comm = comm;
+        run_ranks(plan, [&](Comm& world) {
+            const auto half = world.split({4, 0, 2}, "half");
+            const auto part = half->split({2, 1}, "part");
+            check(half->rank == 1 && part->rank == 1 && part->size == 2, "another part");
+            const bool by_nccl = nccl_is_built_in() && (comm == "nccl" || (comm == "auto" && !device().is_cpu));
+            check(part->transport().has_native() == by_nccl, "--comm ", comm);
+        });
+    }
+}
+
 // Weights that two groups of ranks have, and the norm of all gradients, must have the same bits in both.
 TEST_CASE("two levels: groups along an axis add in one order, also where machines end in the middle of a group",
           "[comm]") {
