@@ -306,7 +306,7 @@ Ready get_ready(GenerateOptions& options) {
 
 // Runs f on all ranks, or on the only one. false: rank 0 has found something wrong, and has printed it as one line,
 // which stands for those of the ranks that have found it, too. (Before any of them ends: mpirun then ends the others.)
-// What another rank alone finds, as on a host with other files, ends the job.
+// What one rank alone finds, as on a host with other files, ends the job with its line.
 bool succeeds(Comm* ranks, const std::function<void()>& f) {
     if (!ranks) return f(), true;
     std::string fault;
@@ -315,7 +315,12 @@ bool succeeds(Comm* ranks, const std::function<void()>& f) {
     } catch (const Error& error) {
         fault = error.what();
     }
-    const bool success = gather_numbers(*ranks, {!fault.empty()})[0][0] == 0;
+    bool success = true;
+    try {
+        success = gather_numbers(*ranks, {!fault.empty()})[0][0] == 0;
+    } catch (const Error&) {  // the others are in a collective of f's, which this one has not reached
+        if (fault.empty()) throw;
+    }
     if (success && !fault.empty()) fail(fault);
     if (!success && ranks->rank == 0) std::fprintf(stderr, "generate: %s\n", fault.c_str());
     return success;

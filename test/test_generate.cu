@@ -651,6 +651,13 @@ TEST_CASE("what is wrong on all ranks that divide a model is one line, as in a p
         CHECK(outcome.err.find(says, outcome.err.find(says) + 1) == std::string::npos);
         CHECK(outcome.err.find("MPI_ABORT") == std::string::npos);
     }
+    // What one rank alone finds ends all of them, also where the others wait for it to agree on the number of pages.
+    const std::string start = concat("OMP_NUM_THREADS=1 ", program_path("generate"), " --tp 2 --prompt a --model ");
+    for (const std::string flags : {"", " --cache-pages 9"}) {
+        const Outcome outcome = run_shell(mpirun_of_two(start + trained_run() + flags, start + "/nowhere" + flags));
+        CHECK(outcome.status == 2);
+        CHECK_THAT(outcome.err, ContainsSubstring("rank 1: --model /nowhere: "));
+    }
 }
 
 TEST_CASE("a checkpoint that is removed while it is read gives way to a newer one", "[generate][program]") {
