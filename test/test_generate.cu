@@ -237,6 +237,24 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
 }
 
 // The weights of this model cannot be read. A mistake in a file, a prompt or an address is told before that is known.
+TEST_CASE("flags that change no text change what they say", "[generate][program]") {
+    const TempFolder folder;
+    const std::string prompt = "{\"prompt\": \"" + std::string(40, 'x') + "\", \"tokens\": ";
+    spit(folder / "in", prompt + "2}\n" + prompt + "8}\n" + prompt + "8}\n");
+    const auto told = [&](const std::string& flags) {
+        std::filesystem::remove(folder / "out");
+        return generate("--max-sequences 2 --batch " + (folder / "in") + " --out " + (folder / "out") + flags).out;
+    };
+    const std::string plain = told("");  // the third begins when the first has ended
+    CHECK_THAT(plain, ContainsSubstring("; 10 steps") && !ContainsSubstring("saves 0.0 % of the rows"));
+    CHECK_THAT(told(" --batching static"), ContainsSubstring("; 16 steps"));
+    CHECK_THAT(told(" --no-prefix-sharing"),
+               ContainsSubstring("; 10 steps") && ContainsSubstring("saves 0.0 % of the"));
+    // Pages of 64 KiB that are swapped out have 64 MiB on the host.
+    CHECK_THAT(generate("--plan --preempt swap").out, ContainsSubstring("on the host              64.1 MiB"));
+    CHECK_THAT(generate("--plan").out, ContainsSubstring("on the host ") && !ContainsSubstring("64.1 MiB"));
+}
+
 TEST_CASE("what cannot be used is told before the weights are read, and a file stays as it is", "[generate][program]") {
     const TempFolder folder;
     std::filesystem::copy(newest_checkpoint(trained_run()), folder / "model");

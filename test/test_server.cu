@@ -226,7 +226,9 @@ TEST_CASE("the server answers as OpenAI's interface", "[program][server]") {
         json streamed = request;
         streamed["stream"] = true, streamed["stream_options"]["include_usage"] = true;
         std::string pieces;
-        const std::vector<json> all = events(complete(server, streamed));
+        const Reply reply = complete(server, streamed);
+        CHECK(reply.head.find("Cache-Control: no-cache") != std::string::npos);
+        const std::vector<json> all = events(reply);
         REQUIRE(all.size() > 3);
         for (size_t i = 0; i + 1 < all.size(); ++i) pieces += all[i]["choices"][0]["text"].asString();
         CHECK(pieces == text);
@@ -506,7 +508,8 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
         CHECK(as<std::string>(error["message"]).find(words) != std::string::npos);
         CHECK(error["param"] == param);
         CHECK(error["type"] == (status >= 500 ? "server_error" : "invalid_request_error"));
-        CHECK(reply.head.find("Connection: close") != std::string::npos);
+        for (const char* const header : {"Connection: close", "Content-Type: application/json"})
+            CHECK(reply.head.find(header) != std::string::npos);
     };
     refused(post("{\"prompt\": "), 400, "the body: not valid JSON at line 1, column 1");
     refused(post("[1]"), 400, "not a JSON object");
