@@ -296,4 +296,8 @@ TEST_CASE("a draft model with another tokenizer is refused", "[inference][draft]
     const TempFolder model;
     for (const TempFolder* each : {&folder, &model}) std::ofstream(*each / "config.json") << dumped(config);
     CHECK(LoadedModel(model.path, "", DType::f32, WeightFormat::none, {}, folder.path).engine != nullptr);
+    config["max_position_embeddings"] = 20;
+    std::ofstream(folder / "config.json") << dumped(config);
+    CHECK_THROWS_WITH(LoadedModel(model.path, "", DType::f32, WeightFormat::none, {}, folder.path),
+                      ContainsSubstring("the draft model has 20 positions"));
 }

@@ -2,6 +2,7 @@
 #include "engine.h"
 #include "io/json.h"
 #include "program.h"
+#include "ranks.h"
 #include "training/training.h"
 
 #include <limits>
@@ -120,6 +121,16 @@ TEST_CASE("a cache of no given size is for all sequences, or takes the memory th
     if (!device().is_cpu) return;
     options.scheduler.preemption = Preemption::swap;  // then as many pages lie beside them
     CHECK(std::abs(static_cast<double>(pages(64, 65536).first) / static_cast<double>(n) - 0.5) < 0.1);
+    // Two ranks, each with half of the heads, share the device: together they have as much.
+    std::array<int64_t, 2> of_ranks{};
+    run_ranks(threads(2), [&](Comm& world) {
+        EngineOptions its = options;
+        its.ranks = &world, its.scheduler.preemption = Preemption::recompute;
+        const LoadedModel m(folder.path, "", DType::f32, WeightFormat::none, its);
+        of_ranks[static_cast<size_t>(world.rank)] = m.engine->options().cache.n_pages;
+    });
+    CHECK(of_ranks[0] == of_ranks[1]);
+    CHECK(std::abs(static_cast<double>(of_ranks[0]) / static_cast<double>(n) - 1) < 0.2);
 }
 
 // In 16 bits, too: nothing in a row's numbers depends on other rows, chunks, pages or preemptions.
