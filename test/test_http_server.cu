@@ -13,7 +13,9 @@
 
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cmath>
+#include <future>
 #include <new>
 #include <thread>
 
@@ -199,6 +201,15 @@ TEST_CASE("who waits for the engine's thread is told why there is no answer", "[
     ModelWithMemory m(config, config.T_max);
     const auto tokenizer = parse_tokenizer(
         R"({"decoder": {"type": "ByteLevel"}, "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}})", "t");
+    // The status and the message of what f throws.
+    const auto refusal = [](auto&& f) {
+        try {
+            f();
+        } catch (const HttpError& error) {
+            return concat(error.status, ": ", error.what());
+        }
+        return std::string("none");
+    };
     const auto run = [&](double timeout, const std::function<void(Engine&)>& prepare, auto&& ask) {
         EngineOptions options;
         options.scheduler.max_sequences = 4;
@@ -223,17 +234,9 @@ TEST_CASE("who waits for the engine's thread is told why there is no answer", "[
         ask(loop, request);
         ending = true;
         thread.join();
+        CHECK_THAT(refusal([&] { loop.view(); }), ContainsSubstring("503: "));
         CHECK(requests.unfinished().size() == (thrown.empty() ? 0 : 1));
         return thrown + metrics.text(view_of(requests));
-    };
-    // The status and the message of what f throws.
-    const auto refusal = [](auto&& f) {
-        try {
-            f();
-        } catch (const HttpError& error) {
-            return concat(error.status, ": ", error.what());
-        }
-        return std::string("none");
     };
     const auto take_all = [&](EngineLoop& loop, const TextRequest& request) {
         const auto submission = loop.submit({request});
@@ -246,6 +249,16 @@ TEST_CASE("who waits for the engine's thread is told why there is no answer", "[
     const auto outcome = [](const char* name) { return concat("llm_requests_total{outcome=\"", name, "\"} 1\n"); };
     CHECK_THAT(run(20, nothing, [&](auto& loop, auto& request) { CHECK(take_all(loop, request) == "none"); }),
                ContainsSubstring(outcome("completed")));
+    run(20, nothing, [&](auto& loop, auto&) {  // who asks is not heard only when an idle engine looks (0.1 s)
+        double fastest = 1;
+        for (int i = 0; i < 5; ++i) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(10));  // then it waits
+            const double start = seconds_now();
+            loop.view();
+            fastest = std::min(fastest, seconds_now() - start);
+        }
+        CHECK(fastest < 0.05);
+    });
     CHECK_THAT(run(0, nothing,
                    [&](auto& loop, auto& request) {
                        CHECK_THAT(take_all(loop, request),
@@ -261,6 +274,22 @@ TEST_CASE("who waits for the engine's thread is told why there is no answer", "[
         CHECK_THAT(refusal([&] { loop.view(); }), ContainsSubstring("503: "));
     });
     CHECK_THAT(ended, ContainsSubstring("the device is lost") && ContainsSubstring(outcome("failed")));
+    // Also who asks while the engine ends.
+    std::future<std::string> asked;
+    EngineLoop* its = nullptr;
+    const auto failing_asked = [&](Engine& engine) {
+        engine.token_ready = [&](Request&, Sequence&, const Sampled&) -> bool {
+            asked = std::async(std::launch::async, [&] { return refusal([&] { its->view(); }); });
+            std::this_thread::sleep_for(std::chrono::milliseconds(20));
+            fail("the device is lost");
+        };
+    };
+    run(20, failing_asked, [&](auto& loop, auto& request) {
+        its = &loop;
+        CHECK(take_all(loop, request) == "500: the engine has ended with an error");
+        CHECK(asked.wait_for(std::chrono::seconds(10)) == std::future_status::ready);
+    });
+    CHECK_THAT(asked.get(), ContainsSubstring("503: "));
     // Half of an answer, or none, is not told as a whole one.
     const Param& weight = m.model.params.back();
     m.model.write(weight, std::vector<float>(static_cast<size_t>(weight.value.n()), std::nanf("")));
@@ -269,6 +298,20 @@ TEST_CASE("who waits for the engine's thread is told why there is no answer", "[
                        CHECK_THAT(take_all(loop, request), ContainsSubstring("500: the model's logits are not finite"));
                    }),
                ContainsSubstring(outcome("failed")));
+}
+
+TEST_CASE("who waits for a piece has it when it comes", "[server]") {
+    PieceQueue queue;
+    std::thread other([&] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        queue.put({3, {}});
+    });
+    const double start = seconds_now();
+    const std::optional<IndexedPiece> piece = queue.take(60);
+    CHECK((piece && piece->index == 3));
+    CHECK(seconds_now() - start < 30);
+    other.join();
+    CHECK(!queue.take(0));
 }
 
 TEST_CASE("the view tells whose pages are where", "[inference][server]") {
