@@ -270,6 +270,42 @@ TEST_CASE("the plan says of --head-chunks 8 what a plan with it says", "[program
     CHECK(number_after(eight, gradients) == 4);
 }
 
+TEST_CASE("the plan's table of activations has what plans with each --recompute take", "[program][plan]") {
+    const TempFolder folder;
+    const auto plan = [&](int64_t n_layers, const std::string& flags) {
+        spit(folder / "config.json",
+             concat(R"({"model_type": "llama", "vocab_size": 257, "hidden_size": 48, "intermediate_size": 96,
+                        "num_attention_heads": 4, "max_position_embeddings": 64, "num_hidden_layers": )",
+                    n_layers, "}"));
+        return printed_by("train_gpt", "--plan --device-spec h100 --sample 0 --batch 4 --seq 16 --model " +
+                                           folder / "config.json --recompute " + flags);
+    };
+    const auto taken = [](const std::string& text) { return number_after(text, "  activations and scratch    "); };
+    const std::string run = "   this run";
+    for (const auto& [name, more, every] : {std::tuple("none", "", 1),
+                                            {"selective", " --head-chunks 5", 1},
+                                            {"full", "", 1},
+                                            {"2", " --ranks 2 --cp 2 --seq 32 --mask-documents", 2}}) {
+        const std::string flags = concat(name, more), text = plan(4, flags);
+        INFO(text);
+        std::istringstream lines(text.substr(text.find("activations of")));
+        std::string names;
+        for (std::string line; std::getline(lines, line) && line.rfind("in all", 0) != 0;) {
+            if (line.rfind("  --recompute ", 0) != 0) continue;
+            const std::string its_name = line.substr(14, line.find(' ', 14) - 14);
+            names += its_name + " ";
+            CHECK((line.find(run) != std::string::npos) == (its_name == name));
+            if (its_name != name) continue;
+            const size_t end = line.find(" GB");
+            // Of four digits. With it the program takes tokens and targets, which are no activations.
+            CHECK(taken(text) - 1e9 * std::stod(line.substr(line.rfind(' ', end - 1), end)) == Approx(512).margin(60));
+            CHECK_THAT(line, ContainsSubstring(
+                                 " " + human_bytes((taken(text) - taken(plan(4 - every, flags))) / every) + " "));
+        }
+        CHECK(names == "none selective 2 full ");  // sqrt(4), once
+    }
+}
+
 TEST_CASE("the plan's time of --dtype fp8 has the forwards that are run again in fp8, too", "[program][plan]") {
     const auto compute = [](const std::string& recompute) {
         return number_after(printed_by("train_gpt",
@@ -319,6 +355,8 @@ TEST_CASE("the plan has the famous figures", "[program][plan]") {
         CHECK_THAT(text, ContainsSubstring(" 120 GB"));
         CHECK_THAT(text, ContainsSubstring(" 15 GB"));  // weights, and gradients
         CHECK_THAT(text, ContainsSubstring(" 30 GB"));  // master weights, m, v
+        for (const char* row : {"  master weights ", "  optimizer m ", "  optimizer v "})
+            CHECK(number_after(text, row) == Approx(4));
     }
     CHECK(number_after(plan("--params 1e9 --dtype bf16 --grad-dtype fp32"), "  sum ") == Approx(18));
     CHECK(number_after(plan("--params 1e9 --dtype bf16 --master none"), "  sum ") == Approx(12));
