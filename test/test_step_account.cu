@@ -249,6 +249,11 @@ TEST_CASE("the account of other runs: groups of products, rates of fp8 and of th
     };
     if (has_fp8()) {
         CHECK(predicted("fp8") > predicted("bf16"));
+        // The head's products stay in 16 bits: 6 x 4096 tokens x 2048 x 128256 FLOPs at 798 TFLOP/s.
+        const std::string text = account("--model llama-1b --batch 4 --seq 1024 --device-spec h100 --dtype fp8");
+        const size_t head = text.find("\n| head products | 3 |");
+        REQUIRE(head != std::string::npos);
+        CHECK_THAT(text.substr(head + 1, text.find('\n', head + 1) - head), ContainsSubstring(" | 8.09 | "));
         // 331 FLOPs for a byte are less than the 532 that products of 8 bits take. An A100 has none of them.
         const std::string fp8 = "--model llama-1b --batch 1 --seq 256 --dtype fp8 --device-spec ";
         CHECK_THAT(account(fp8 + "h100"), ContainsSubstring("at up to 798TFLOP/s, in fp8 1596TFLOP/s, and copies ") &&
@@ -366,7 +371,7 @@ TEST_CASE("the plan's bytes and FLOPs of a step are those of its launches", "[pr
     for (const std::string& flags : runs) {
         const std::string all = "--batch 8 --micro-batch 2 --seq 256 --sample 0 --device-spec h100 " + flags;
         const std::string plan = printed_by("train_gpt", "--plan " + all);
-        printed_by("train_gpt", "--account " + all + " --out " + folder.path);
+        const std::string account = printed_by("train_gpt", "--account " + all + " --out " + folder.path);
         const auto planned = [&](const std::string& pattern, double thousand) {  // a number and K, M, G or T in front
             std::smatch found;
             REQUIRE(std::regex_search(plan, found, std::regex("([0-9.]+) ?([KMGT])" + pattern)));
@@ -374,10 +379,11 @@ TEST_CASE("the plan's bytes and FLOPs of a step are those of its launches", "[pr
             return std::stod(found[1]) * std::pow(thousand, power);
         };
         INFO(plan);
-        std::set<std::string> without_group;  // of kGroups in planning/step_account.cu
-        double bytes = 0, flops = 0;
+        std::set<std::string> without_group;            // of kGroups in planning/step_account.cu
+        double bytes = 0, flops = 0, seconds = 0.2e-3;  // between two steps
         const auto rows = read_tsv(folder / "launches.tsv");
         for (size_t i = 1; i < rows.size(); ++i) {
+            seconds += std::stod(rows[i][11]);
             const std::string& group = rows[i][1];
             if (group == "others") without_group.insert(rows[i][0]);
             bytes += std::stod(rows[i][5]) + std::stod(rows[i][6]) - std::stod(rows[i][7]);
@@ -390,6 +396,7 @@ TEST_CASE("the plan's bytes and FLOPs of a step are those of its launches", "[pr
         CHECK(without_group == std::set<std::string>{});
         CHECK(planned("iB moved", 1024) == Approx(bytes).epsilon(0.02));
         CHECK(planned("FLOP", 1000) == Approx(flops).epsilon(0.01));
+        CHECK(number_before(account, " tokens/s predicted") == Approx(8 * 256 / seconds).epsilon(0.01));
     }
 #else
     SKIP_TEST("on a GPU the account takes the memory of the run");
