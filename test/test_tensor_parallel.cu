@@ -376,6 +376,10 @@ TEST_CASE("fp8's histories are of whole tensors, whoever has the parts", "[progr
         const bool of_gate = i / kFp8StateN % 8 == 5;  // each layer has the states of its input and of its gradient
         CHECK(two[i] == Approx(one[i]).epsilon(of_gate && !device().is_cpu ? 0.2 : 0.05));
     }
+    // Weights that come with each visit are quantised then, and their largest values found over the ranks again.
+    for (const char* recipe : {"current", "delayed"})
+        runs.run("even-gqa",
+                 concat(flags, "--fp8 ", recipe, " --val-every 0 --ranks 4 --tp 2 --zero 3 --recompute 2 "));
     // Where they are more numbers than a micro-batch has activations of a layer.
     runs.run("deep-gqa", flags + "--batch 1 --val-every 0 --ranks 2 --tp 2 ");
 }
