@@ -306,6 +306,32 @@ TEST_CASE("the plan's table of activations has what plans with each --recompute 
     }
 }
 
+TEST_CASE("in all a plan has the states of its table, and names nearly everything else", "[program][plan]") {
+    const TempFolder folder;
+    spit(folder / "config.json",
+         R"({"model_type": "llama", "vocab_size": 384, "hidden_size": 128, "intermediate_size": 384,
+             "num_hidden_layers": 4, "num_attention_heads": 4, "max_position_embeddings": 128,
+             "tie_word_embeddings": false})");
+    for (const std::string flags :
+         {"--dtype fp32", "--dtype fp8", "--dtype bf16 --optimizer adafactor", "--dtype bf16 --offload optimizer",
+          "--dtype fp8 --ranks 2 --zero 3", "--ranks 2 --zero 3 --offload params", "--ranks 2 --pp 2 --pipeline zb-v",
+          "--ranks 2 --pp 2 --pipeline pipedream --clip 0 --val-every 0 --flush-every 2"}) {
+        if (!can_train(flags)) continue;
+        const std::string text =
+            printed_by("train_gpt", "--plan --sample 0 --device-spec h100 --model " + folder / "config.json " + flags);
+        INFO(text);
+        const auto gigabytes = [&](const std::string& row) {
+            const size_t line = text.find("\n  " + row + "  "), end = text.find(" GB", line);
+            REQUIRE((line != std::string::npos && end != std::string::npos));
+            return text.substr(text.rfind(' ', end - 1), end - text.rfind(' ', end - 1));
+        };
+        if (flags.find("--zero") == std::string::npos) CHECK(gigabytes("states") == gigabytes("sum"));
+        CHECK((text.find("\n  communication  ") != std::string::npos) == (flags.find("--ranks") != std::string::npos));
+        // The parameters take 3.8 MB in float32.
+        CHECK(std::stod(gigabytes("tables, cuBLASLt workspace")) < 1.2e-4);
+    }
+}
+
 TEST_CASE("the plan's time of --dtype fp8 has the forwards that are run again in fp8, too", "[program][plan]") {
     const auto compute = [](const std::string& recompute) {
         return number_after(printed_by("train_gpt",
