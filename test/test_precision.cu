@@ -384,6 +384,8 @@ TEST_CASE("the plan has the famous figures", "[program][plan]") {
         for (const char* row : {"  master weights ", "  optimizer m ", "  optimizer v "})
             CHECK(number_after(text, row) == Approx(4));
     }
+    const std::string offloaded = plan("--params 7.5e9 --dtype bf16 --offload optimizer");
+    CHECK_THAT(offloaded.substr(offloaded.find("on the host")), ContainsSubstring(" 120 GB\n"));
     CHECK(number_after(plan("--params 1e9 --dtype bf16 --grad-dtype fp32"), "  sum ") == Approx(18));
     CHECK(number_after(plan("--params 1e9 --dtype bf16 --master none"), "  sum ") == Approx(12));
     CHECK(number_after(plan("--params 1e9 --optimizer lion"), "  sum ") == Approx(12));
