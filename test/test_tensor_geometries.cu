@@ -113,6 +113,8 @@ TEST_CASE("2D, 2.5D and 3D in 16 bits", "[program][ranks][tensor_parallel]") {
     const std::string flags = "--dtype bf16 ", one = runs.run("llama", flags);
     for (const std::string mode : {"--ranks 4 --tp 4 --tp-mode 2d ", "--ranks 8 --tp 8 --tp-mode 3d "})
         check_same_run(runs.run("llama", flags + mode), one, 2e-2);
+    // Gradients of twice as many bytes, for the account.
+    runs.run("llama", flags + "--grad-dtype fp32 --ranks 8 --tp 8 --tp-mode 3d --steps 2 --warmup 1 --val-every 0 ");
     const std::string half = "--dtype fp16 --inject-overflow 3 ";
     check_same_run(runs.run("gpt2", half + "--ranks 8 --tp 8 --tp-mode 2.5d "), runs.run("gpt2", half), 4e-3);
 }
@@ -262,6 +264,7 @@ TEST_CASE("--plan has the published costs of 1D, 2D, 2.5D and 3D", "[program][ra
     const auto sent = [&](int P) { return row(concat("--ranks ", P, " --tp ", P), "1d")[2]; };
     CHECK(sent(4) / sent(2) == Approx((3.0 / 4) / (1.0 / 2)).epsilon(0.02));
     CHECK(sent(8) / sent(2) == Approx((7.0 / 8) / (1.0 / 2)).epsilon(0.02));
+    CHECK(row("--ranks 8 --tp 8 --micro-batch 8", "1d")[2] == sent(8));
     // Each rank computes its share of the step, attention of long sequences and what is run again, too.
     const auto after = [](const std::string& words, const std::string& flags) {
         const std::string plan = printed_by("train_gpt",
