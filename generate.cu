@@ -183,7 +183,8 @@ void print_plan(const GenerateOptions& o, LoadedModel& model) {
     };
     const double page = static_cast<double>(model.cache.bytes()) / static_cast<double>(e.cache.n_pages);
     std::string dtype = o.dtype == DType::bf16 ? "bf16" : o.dtype == DType::f16 ? "fp16" : "fp32";  // as --dtype says
-    if (o.weights != WeightFormat::none) dtype += concat(", the blocks' linear layers in ", weight_format_name(o.weights));
+    if (o.weights != WeightFormat::none)
+        dtype += concat(", the blocks' linear layers in ", weight_format_name(o.weights));
     const auto say_model = [&](const char* name, const LoadedWeights& its) {
         std::printf("%-8s %s: %s parameters in %s\n", name, its.folder.c_str(),
                     human_count(static_cast<double>(parameter_count(its.config))).c_str(), dtype.c_str());

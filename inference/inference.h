@@ -227,8 +227,8 @@ class JsonText;  // io/json.h
 // "13:-100,25:2.5" of a flag, {"13": -100, "25": 2.5} of JSON. Error for another form; the ranges: check_sampling.
 LogitBias parse_logit_bias(const std::string& flag, const std::string& text);
 LogitBias read_logit_bias(const Json::Value& value);
-// Where the tokens of an answer stand in its text: the characters before each of them, as JSON has them (a broken one is
-// one U+FFFD). A token that begins inside of a character stands where this character does.
+// Where the tokens of an answer stand in its text: the characters before each of them, as JSON has them (a broken one
+// is one U+FFFD). A token that begins inside of a character stands where this character does.
 struct TextRequest;
 class TextOffsets {
   public:

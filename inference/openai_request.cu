@@ -1,9 +1,9 @@
 // inference/openai_request.cu: a request as OpenAI's clients write it, checked field by field.
 //
 // Besides OpenAI's fields there are some that vLLM has, too: top_k, min_p, repetition_penalty, ignore_eos,
-// skip_special_tokens. What a request does not say is as the program's flags are; only the seed, without --seed, differs
-// from request to request. A field that we do not know is refused: otherwise a client whose "temprature" is ignored
-// would never learn of it.
+// skip_special_tokens. What a request does not say is as the program's flags are; only the seed, without --seed,
+// differs from request to request. A field that we do not know is refused: otherwise a client whose "temprature" is
+// ignored would never learn of it.
 #include "inference/server.h"
 #include "io/json.h"
 

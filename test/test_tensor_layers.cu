@@ -387,8 +387,8 @@ TEST_CASE("weight gradients of divided layers, computed later, have the same bit
                 }
 }
 
-// A step of inference has some rows, whole on every rank. Of the memory for blocks each of the calls needs most of some.
-// Sums of these integers are exact.
+// A step of inference has some rows, whole on every rank. Of the memory for blocks each of the calls needs most of
+// some. Sums of these integers are exact.
 TEST_CASE("a step's products and embedding in columns are those of the whole", "[tensor_parallel]") {
     constexpr int64_t R = 64, C = 36, O = 288, V = 324;  // by 2, 3 and 4
     const auto number = [](int64_t matrix, int64_t row, int64_t col) {
