@@ -243,11 +243,10 @@ class BatchRun {
             const int64_t prompt_n = std::ssize(request.prompt);
             std::optional<TextOffsets> prompt_offsets, answer_offsets;  // where they are asked for
             if (request.sampling.logprobs >= 0) {
-                const Tokenizer& tokenizer = *model_.tokenizer;
                 std::string prompt;
-                if (!Fields(line).read("prompt", prompt)) prompt = text_of_tokens(tokenizer, request.prompt);
-                prompt_offsets.emplace(tokenizer, request, &prompt);
-                answer_offsets.emplace(tokenizer, request);
+                if (!Fields(line).read("prompt", prompt)) prompt = text_of_tokens(*model_.tokenizer, request.prompt);
+                prompt_offsets.emplace(*model_.tokenizer, request, &prompt);
+                answer_offsets.emplace(*model_.tokenizer, request);
             }
             struct Answer {
                 std::string text;
