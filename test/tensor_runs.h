@@ -32,6 +32,11 @@ struct Runs {
                 flags + " --out " + run,
             before);
     }
+    // Flags for a model that has learned something: to one that has not all tokens are nearly as probable, and its
+    // sample is the same whatever is wrong.
+    std::string trained(const std::string& model_name) {
+        return "--init " + run(model_name, "--steps 60 --optimizer adamw --lr 0.01 --val-every 0 ") + " ";
+    }
     std::string run(const std::string& model_name, const std::string& flags, const std::string& before = "") {
         const std::string path = folder / std::to_string(number++);
         const Outcome its = outcome(model_name, flags, path, before);

@@ -160,7 +160,8 @@ TEST_CASE("the sample and documents in 2D, 2.5D and 3D", "[program][ranks][tenso
     for (int i = 0; i < 30; ++i) spit(runs.folder / concat("text/", i, ".txt"), made_text(2 + i % 7));
     std::vector<std::string> samples, paths;
     // More tokens than the model has positions. Few: a sample ends after 10 s, and these ranks may share a GPU.
-    const std::string flags = "--mask-documents --sample 20 --data " + (runs.folder / "text") + " ";
+    const std::string flags =
+        runs.trained("gpt2") + "--mask-documents --sample 20 --data " + (runs.folder / "text") + " ";
     for (const std::string mesh :
          {"", "--ranks 4 --tp 4 --tp-mode 2d ", "--ranks 8 --tp 8 --tp-mode 2.5d ", "--ranks 8 --tp 8 --tp-mode 3d "}) {
         paths.push_back(runs.folder / std::to_string(runs.number++));
@@ -177,9 +178,10 @@ TEST_CASE("the sample and documents in 2D, 2.5D and 3D", "[program][ranks][tenso
 // 2D: a row of a block has 18 numbers of the stream, or 24 of the feed-forward, and a step of a sample has one row.
 TEST_CASE("the sample in 2D where blocks of a row begin off 16 bytes", "[program][ranks][tensor_parallel]") {
     Runs runs;
+    const std::string trained = runs.trained("llama");
     std::vector<std::string> samples;
     for (const std::string mesh : {"", "--ranks 4 --tp 4 --tp-mode 2d ", "--ranks 8 --tp 8 --tp-mode 2.5d "}) {
-        const Outcome its = runs.outcome("llama", "--steps 1 --warmup 0 --val-every 0 --sample 20 " + mesh,
+        const Outcome its = runs.outcome("llama", trained + "--steps 1 --warmup 0 --val-every 0 --sample 20 " + mesh,
                                          runs.folder / std::to_string(runs.number++));
         INFO(mesh << its.err);
         REQUIRE(its.status == 0);

@@ -407,9 +407,10 @@ TEST_CASE("--tp has the same bits under mpirun and as threads", "[program][ranks
 
 TEST_CASE("the sample of a divided model is that of one process", "[program][ranks][tensor_parallel]") {
     Runs runs;
+    const std::string trained = runs.trained("deepseek");
     std::vector<std::string> samples;
     for (const std::string mesh : {"", "--ranks 3 --tp 3 --sp ", "--ranks 4 --tp 2 --zero 3 "}) {
-        const Outcome its = runs.outcome("deepseek", mesh + "--sample 40 --steps 3 --val-every 0 ",
+        const Outcome its = runs.outcome("deepseek", trained + mesh + "--sample 40 --steps 3 --val-every 0 ",
                                          runs.folder / std::to_string(runs.number++));
         INFO(its.err);
         REQUIRE(its.status == 0);
