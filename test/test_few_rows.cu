@@ -299,6 +299,7 @@ TEST_CASE("few rows: a norm in front of a product, in one launch or several", "[
                 row(dtype, {N, C}), sum(dtype, {N, C}), rstd(DType::f32, {N}), before(dtype, {N, 2 * F}),
                 out(dtype, {N, 2 * F}), apart(dtype, {N, 2 * F}), gated(dtype, {N, F}), gated_apart(dtype, {N, F});
             const NormInFront norm{row, sum, {}, rstd, inp, branch, scale, {}, 1e-5f};
+            CHECK(few_rows_mma_takes_norm(norm, weight) == (N == 1 && C == 40));  // asked on a GPU, in 16 bits
             few_rows_normed_forward(out, {}, norm, weight, {}, Activation::none, stream);
             few_rows_normed_forward(gated, before, norm, weight, {}, Activation::swiglu, stream);
             const auto got_sum = sum.bits();
@@ -334,6 +335,9 @@ TEST_CASE("few rows: a norm in front of a product says what is wrong, and writes
     check_named(out, wrong, Activation::none, "norm.bias is bf16 (48), expected bf16 (40)");
     wrong = norm, wrong.sum = {};
     check_named(out, wrong, Activation::none, "sum is no tensor");
+    CHECK_THROWS_WITH(few_rows_normed_forward(gated.tensor().view({4}).slice(0, 3).view({1, 3}), before, norm,
+                                              weight.tensor().slice(0, 7), {}, Activation::swiglu, device().stream),
+                      ContainsSubstring("does not have two equal halves"));
     CHECK(row.bits() == written);
 }
 
@@ -380,6 +384,9 @@ TEST_CASE("few rows: codes are rounded to nearest, and the largest weight has th
             }
             CHECK(worst <= 1 + 0x1p-16);
         }
+    // 190 / 127 of float32's smallest step: a scale of one step, by which the quotients are beyond the codes.
+    Buffer tiny(DType::f32, {1, 3}, {190 * 0x1p-149, -190 * 0x1p-149, 0x1p-149});
+    CHECK(Quantised(WeightFormat::int8, 1, 3, tiny).codes == std::vector<double>{127, -127, 1});
 }
 
 TEST_CASE("few rows: an infinity or NaN in a weight is seen in what it touches, and nowhere else", "[few_rows]") {
@@ -435,8 +442,12 @@ TEST_CASE("few rows: names, memory and errors", "[few_rows]") {
 
     Arena arena("test");
     CHECK_THROWS_WITH(take_quantised_weight(arena, WeightFormat::none, 4, 4), ContainsSubstring("the format is none"));
-    const QuantisedWeight counted = take_quantised_weight(arena, WeightFormat::int8_block, 5, 300);
-    CHECK((counted.codes.bytes() == 1500 && counted.scale.shape[0] == 5 && counted.scale.shape[1] == 3));
+    for (const WeightFormat format : kFormats) {
+        const QuantisedWeight counted = take_quantised_weight(arena, format, 5, 300);
+        const bool per_row = format == WeightFormat::int8 || format == WeightFormat::fp8;
+        CHECK((counted.codes.bytes() == 1500 && counted.scale.n() == (per_row ? 5 : 15)));
+        CHECK(counted.codes.dtype == (is_int8(format) ? DType::i8 : DType::e4m3));
+    }
 
     Buffer inp(DType::f32, {2, 32}, random_values(64, 1)), weight(DType::f32, {8, 32}, random_values(256, 2)),
         out(DType::f32, {2, 8}), narrow(DType::f32, {2, 7}), half(DType::f16, {8, 32}, random_values(256, 2)),
@@ -454,5 +465,17 @@ TEST_CASE("few rows: names, memory and errors", "[few_rows]") {
     Tensor shifted = weight;
     shifted.data = static_cast<char*>(shifted.data) + 4;
     CHECK_THROWS_WITH(few_rows_forward(out, inp, shifted, {}, s), ContainsSubstring("not a multiple of 16 bytes"));
-    few_rows_forward(make_tensor(out.tensor().data, DType::f32, {0, 8}), inp.tensor().slice(0, 0), weight, {}, s);
+    const Tensor no_rows = inp.tensor().slice(0, 0), no_out = make_tensor(out.tensor().data, DType::f32, {0, 8});
+    few_rows_forward(no_out, no_rows, weight, {}, s);
+    quantised_linear_forward(no_out, no_rows, q.weight, {}, s);
+    quantise_weight({q.weight.codes.slice(0, 0), q.weight.scale.slice(0, 0)}, weight.tensor().slice(0, 0), s);
+    const int64_t too_many = 16 * 65535 + 1;  // the check comes before anything is read
+    CHECK_THROWS_WITH(few_rows_forward(make_tensor(out.tensor().data, DType::f32, {too_many, 8}),
+                                       make_tensor(inp.tensor().data, DType::f32, {too_many, 32}), weight, {}, s),
+                      ContainsSubstring("inp has 1048561 rows, and at most 1048560"));
+    const Tensor odd = weight.tensor().slice(0, 7), half_of_odd = make_tensor(out.tensor().data, DType::f32, {2, 3});
+    CHECK_THROWS_WITH(few_rows_activated_forward(half_of_odd, narrow, inp, odd, {}, Activation::swiglu, s),
+                      ContainsSubstring("does not have two equal halves"));
+    CHECK_THROWS_WITH(few_rows_activated_forward(out, out, inp, weight, {}, Activation::none, s),
+                      ContainsSubstring("no activation: use few_rows_forward"));
 }

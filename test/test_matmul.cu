@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <sstream>
 
 namespace {
 
@@ -340,12 +341,35 @@ TEST_CASE("matmul: choices are timed, written and read", "[matmul][choices]") {
     run();
     check_result();
 
-    for (const std::string wrong : {"nonsense", "1x1x1 f32: 1.2.3", "x: 1.2.3.4.5.6.7.8.9", "x: 1.2.3.4.5.6.7.g",
-                                    ": parts", "x: parts  of it", "x: parts\nx: parts", "x: 1.2.3.4.5.6.7.8"}) {
+    for (const std::string wrong :
+         {"nonsense", "1x1x1 f32: 1.2.3", "x: 1.2.3.4.5.6.7.8.9", "x: 1.2.3.4.5.6.7.g", "x: 1..3.4.5.6.7.8", ": parts",
+          "x: parts  of it", "x: parts\nx: parts", "x: 1.2.3.4.5.6.7.8"}) {
         INFO(wrong);
         if (wrong == "x: 1.2.3.4.5.6.7.8") CHECK_NOTHROW(set_matmul_choices(wrong));
         else CHECK_THROWS_WITH(set_matmul_choices(wrong), ContainsSubstring("choices of matrix products"));
     }
+}
+
+TEST_CASE("matmul: products that differ in what a choice may depend on have choices of their own",
+          "[matmul][choices]") {
+    const Choices none("");
+    const Buffer a(DType::f32, {2, 4, 8}, random_values(64, 1)), b(DType::f32, {2, 8, 6}, random_values(96, 2)),
+        out(DType::f32, {2, 4, 6}), other(DType::f32, {4, 6}, random_values(24, 3)), delta(DType::f32, {1, 2, 4});
+    const Tensor one_a = a.tensor().slice(0, 1).view({4, 8}), one_b = b.tensor().slice(0, 1).view({8, 6}),
+                 one_out = out.tensor().slice(0, 1).view({4, 6});
+    const cudaStream_t s = device().stream;
+    tune_matmuls(true);
+    matmul(out, a, b, {}, s);
+    matmul(one_out, one_a, one_b, {}, s);
+    matmul(one_out, one_a, one_b, {.beta = 1.0f, .added = other}, s);
+    matmul(one_out, one_a, one_b, {.attended = other, .delta = delta}, s);
+    tune_matmuls(false);
+    std::istringstream lines(matmul_choices());
+    std::vector<std::string> names;
+    for (std::string line; std::getline(lines, line);) names.push_back(line.substr(0, line.find(": ")));
+    const std::string size = "4x6x8 f32 f32 f32 nn ";
+    CHECK(names == std::vector<std::string>{size + "delta heads of 3", size + "plain", size + "plain added",
+                                            size + "plain batch 2"});
 }
 
 TEST_CASE("the fastest of some times is the first that is hardly slower than the least", "[matmul][choices]") {
@@ -439,6 +463,26 @@ TEST_CASE("matmul says what is wrong with its arguments", "[matmul][errors]") {
     const Tensor nothing = make_tensor(a.tensor().data, DType::f32, {4, 0}),
                  none = make_tensor(b.tensor().data, DType::f32, {0, 5});
     CHECK_THROWS_WITH(matmul(out, nothing, none, {}, s), ContainsSubstring("matmul: K is 0"));
+}
+
+TEST_CASE("matmul says which of its options exclude each other", "[matmul][errors]") {
+    const Buffer a(DType::f32, {4, 8}), b(DType::f32, {8, 5}), out(DType::f32, {4, 5}), bias(DType::f32, {5}),
+        sums(DType::f32, {4}), zeros(DType::i32, {4}), delta(DType::f32, {1, 1, 4}), two_heads(DType::f32, {1, 2, 4});
+    const Tensor no_heads = make_tensor(delta.tensor().data, DType::f32, {1, 0, 4});
+    const std::pair<MatmulOptions, const char*> wrong[] = {
+        {{.zeros = zeros}, "attended and zeros are for delta"},
+        {{.attended = out}, "attended and zeros are for delta"},
+        {{.added = out, .before_gelu = out}, "at most, without batches, added and fp8 factors"},
+        {{.beta = 1.0f, .attended = out, .delta = delta}, "delta excludes a bias, and beta must be 0"},
+        {{.bias = bias, .attended = out, .delta = delta}, "delta excludes a bias, and beta must be 0"},
+        {{.attended = out, .delta = no_heads}, "is not that of heads in"},
+        {{.attended = out, .delta = two_heads}, "is not that of heads in"},
+        {{.a_row_sums = sums}, "a_row_sums are of a transposed a, without a bias"},
+        {{.beta = 1.0f, .before_gelu = out}, "with before_gelu beta must be 0, not 1"},
+        {{.beta = 1.0f, .gelu_input = out}, "with gelu_input beta must be 0, not 1"},
+        {{.bias = bias, .gelu_input = out}, "gelu_input excludes a bias"}};
+    for (const auto& [options, message] : wrong)
+        CHECK_THROWS_WITH(matmul(out, a, b, options, device().stream), ContainsSubstring(message));
 }
 
 TEST_CASE("plain_matmul says what is wrong with its arguments", "[matmul][errors]") {
@@ -564,6 +608,8 @@ TEST_CASE("matmul says what is wrong with fp8 factors", "[matmul][errors]") {
     CHECK_THROWS_WITH(matmul(out.tensor().view({16, 16}).slice(0, 4), a.tensor().view({16, 24}).slice(0, 4),
                              b.tensor().view({64, 24}).slice(0, 16), good, s),
                       ContainsSubstring("multiples of 16, not K = 24, N = 16"));
+    CHECK_THROWS_WITH(matmul(make_tensor(out.tensor().data, DType::bf16, {M, 24}), a, b.tensor().slice(0, 24), good, s),
+                      ContainsSubstring("multiples of 16, not K = 48, N = 24"));
     MatmulOptions options = good;
     options.a_scale_mode = MatmulScale::row128, options.a_scale = a_rows;
     CHECK_THROWS_WITH(matmul(out, a, b, options, s), ContainsSubstring("both have scales of blocks"));
@@ -573,6 +619,8 @@ TEST_CASE("matmul says what is wrong with fp8 factors", "[matmul][errors]") {
     options.b_scale = b_blocks;
     b_blocks.set({1, 1, 1, 1}), a_rows.set(Values(M, 1.0));
     CHECK_NOTHROW(matmul(out, a, b, options, s));
+    CHECK_THROWS_WITH(matmul(out.tensor().slice(0, 6), a.tensor().slice(0, 6), b, options, s),
+                      ContainsSubstring("with scales of blocks M must be a multiple of 4, not 6"));
     options.a_scale_mode = MatmulScale::block128, options.a_scale = b_blocks;
     CHECK_THROWS_WITH(matmul(out, a, b, options, s), ContainsSubstring("not both of 128 x 128"));
     options = good, options.bias = bias;

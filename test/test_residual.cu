@@ -17,8 +17,14 @@ TEST_CASE("residual_add rounds the exact sum once", "[residual][counted]") {
             residual_add(inp, inp, branch, device().stream);  // in place
             CHECK(inp.bits() == out.bits());
         }
-    Buffer small(DType::f32, {2, 8}), wide(DType::f32, {2, 9});
-    CHECK_THROWS_WITH(residual_add(small, small, wide, device().stream), ContainsSubstring("branch"));
+    Buffer small(DType::f32, {2, 8}), wide(DType::f32, {2, 9}), flat(DType::f32, {16});
+    const cudaStream_t stream = device().stream;
+    CHECK_THROWS_WITH(residual_add(small, small, wide, stream), ContainsSubstring("residual_add: branch"));
+    CHECK_THROWS_WITH(residual_add(wide, small, small, stream), ContainsSubstring("residual_add: out"));
+    CHECK_THROWS_WITH(residual_add(flat, flat, flat, stream), ContainsSubstring("residual_add: inp"));
+    const Tensor shifted = make_tensor(static_cast<char*>(small.tensor().data) + 4, DType::f32, {1, 8});
+    const Tensor row = small.tensor().slice(0, 1);
+    CHECK_THROWS_WITH(residual_add(row, row, shifted, stream), ContainsSubstring("residual_add: branch starts at"));
 }
 
 TEST_CASE("operations on no rows do nothing", "[residual][gelu][swiglu][cross_entropy][heads]") {
