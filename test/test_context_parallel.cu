@@ -222,7 +222,8 @@ TEST_CASE("heads are copied, added, spread and collected between rows of any two
                 collect_heads({again, count, D}, whole_heads, chunks, stream);
                 CHECK(again.values() == rounded(rounded(x, to_dtype), from_dtype));
             }
-    Buffer a(DType::f32, {1, 4, 4}), b(DType::f32, {1, 8, 4});
+    Buffer a(DType::f32, {1, 4, 4}), b(DType::f32, {1, 8, 4}), two(DType::f32, {2, 4, 4});
+    CHECK_THROWS_WITH(copy_heads({a, 1, 4}, {two, 1, 4}, stream), ContainsSubstring("copy_heads: from"));
     CHECK_THROWS_WITH(spread_heads({b, 1, 4}, {a, 1, 4}, {2, {0, 7}}, stream), ContainsSubstring("are not two chunks"));
     CHECK_THROWS_WITH(copy_heads({a, 1, 4}, {a, 1, 3}, stream), ContainsSubstring("expected 1 of 4"));
 }

@@ -269,6 +269,7 @@ TEST_CASE("embedding backward of no tokens: gradients that do not accumulate are
         const Tensor dout = make_tensor(memory.tensor().data, DType::f32, {0, 3, 8}),
                      tokens = make_tensor(memory.tensor().data, DType::i32, {0, 3});
         embedding_backward(dwte, dwpe, dout, tokens, {}, accumulate, accumulate, {}, device().stream);
+        embedding_forward(dout, tokens, {}, dwte, {}, device().stream);
         CHECK(dwte.values() == (accumulate ? ones : Values(32)));
         CHECK(dwpe.values() == (accumulate ? ones : Values(32)));
     }
@@ -305,7 +306,33 @@ TEST_CASE("embedding backward with positions: nothing is left of a gradient that
     CHECK(dwpe.values() == Values{5, 6, 7, 8, 0, 0, 0, 0, 1, 2, 3, 4});
 }
 
-// The next four are run by the test after them, each in a process of its own, because a trap ends it.
+// Rows of positions beyond T, and places without a row (-1), beside tables that begin with what they held before.
+TEST_CASE("embedding backward that does not accumulate leaves nothing of what was there", "[embedding]") {
+    const int64_t C = 3, scratch_n = embedding_backward_scratch_n(DType::f32, 4, C);
+    const std::vector<int32_t> zeros(static_cast<size_t>(scratch_n));
+    Buffer tokens(DType::i32, {2, 2}), scratch(DType::i32, {scratch_n}), dwte(DType::f32, {3, C}, Values(9, 9.0)),
+        dwpe(DType::f32, {4, C}, Values(12, 9.0)),
+        dout(DType::f32, {2, 2, C}, {1, 2, 3, 10, 20, 30, 100, 200, 300, 1000, 2000, 3000});
+    tokens.set_integers({1, -1, -1, 1}), scratch.set_integers(zeros);
+    embedding_backward(dwte, dwpe, dout, tokens, {}, false, false, scratch, device().stream);
+    CHECK(dwte.values() == Values{0, 0, 0, 1001, 2002, 3003, 0, 0, 0});
+    CHECK(dwpe.values() == Values{101, 202, 303, 1010, 2020, 3030, 0, 0, 0, 0, 0, 0});
+}
+
+// Several blocks share a row, and each counts the pieces of a list for its own columns. (On the CPU a block has 4096.)
+TEST_CASE("embedding backward adds long lists of wide rows in the order that it promises", "[embedding]") {
+    const int64_t N = 300, C = 4100;
+    const std::vector<int32_t> ids(static_cast<size_t>(N), 1);
+    const Values dy = rounded(random_values(N * C, 8, 1000.0), DType::f32);
+    const std::vector<float> sums = sums_by_pieces(ids, dy, 2, C);
+    Buffer tokens(DType::i32, {1, N}), scratch(DType::i32, {embedding_backward_scratch_n(DType::f32, N, C)}),
+        dout(DType::f32, {1, N, C}, dy), dwte(DType::f32, {2, C});
+    tokens.set_integers(ids);
+    embedding_backward(dwte, {}, dout, tokens, {}, false, false, scratch, device().stream);
+    CHECK((dwte.values() == Values(sums.begin(), sums.end())));
+}
+
+// The next five are run by the test after them, each in a process of its own, because a trap ends it.
 TEST_CASE("embedding of a token beyond the table", "[.][embedding_trap]") {
     Buffer tokens(DType::i32, {1, 3}), wte(DType::f32, {4, 8}, Values(32)), out(DType::f32, {1, 3, 8});
     tokens.set_integers({0, 4, 1});
@@ -325,6 +352,13 @@ TEST_CASE("embedding of a position beyond the table", "[.][embedding_trap_of_pos
     embedding_forward(out, tokens, positions, wte, wpe, device().stream);
     out.values();
 }
+TEST_CASE("embedding of a position below 0", "[.][embedding_trap_of_negative_position]") {
+    Buffer tokens(DType::i32, {1, 2}), positions(DType::i32, {1, 2}), wte(DType::f32, {4, 8}, Values(32)),
+        wpe(DType::f32, {2, 8}, Values(16)), out(DType::f32, {1, 2, 8});
+    tokens.set_integers({0, 1}), positions.set_integers({0, -1});
+    embedding_forward(out, tokens, positions, wte, wpe.tensor().slice(1, 1), device().stream);
+    out.values();
+}
 TEST_CASE("embedding's gradient of a token beyond the table", "[.][embedding_trap_of_gradient]") {
     Buffer tokens(DType::i32, {1, 3}), dwte(DType::f32, {4, 8}, Values(32)), dout(DType::f32, {1, 3, 8}, Values(24)),
         scratch(DType::i32, {embedding_backward_scratch_n(DType::f32, 3, 8)});
@@ -336,7 +370,7 @@ TEST_CASE("embedding stops at a token or a position beyond the table", "[embeddi
     char self[4096] = {};
     REQUIRE(readlink("/proc/self/exe", self, sizeof self - 1) > 0);
     for (const char* trap : {"embedding_trap", "embedding_trap_of_negative_token", "embedding_trap_of_position",
-                             "embedding_trap_of_gradient"}) {
+                             "embedding_trap_of_negative_position", "embedding_trap_of_gradient"}) {
         INFO(trap);
         CHECK(std::system(concat("env -u LLM_TEST_LOG '", self, "' '[", trap, "]' > /dev/null 2>&1").c_str()) != 0);
     }
@@ -361,6 +395,8 @@ TEST_CASE("embedding says what is wrong with its arguments", "[embedding][errors
                       ContainsSubstring("embedding_backward: dwpe has 2 positions"));
     CHECK_THROWS_WITH(embedding_backward(wte, wpe, out, tokens, {}, true, true, tokens, s),
                       ContainsSubstring("embedding_backward: scratch is i32 (2, 3), expected i32 of at least 28"));
+    CHECK_THROWS_WITH(embedding_backward(wte, wpe, out, tokens, {}, true, true, wte, s),
+                      ContainsSubstring("embedding_backward: scratch is f32 (5, 8), expected i32 of at least 28"));
     CHECK_THROWS_WITH(embedding_forward(out, tokens, places, wte, wpe, s),
                       ContainsSubstring("embedding_forward: positions"));
     CHECK_THROWS_WITH(embedding_backward(wte, wpe, out, tokens, places, true, true, scratch, s),
@@ -370,6 +406,9 @@ TEST_CASE("embedding says what is wrong with its arguments", "[embedding][errors
                       ContainsSubstring("embedding_forward: wte starts at"));
     CHECK_THROWS_WITH(embedding_backward(shifted, {}, out, tokens, {}, true, true, scratch, s),
                       ContainsSubstring("embedding_backward: dwte starts at"));
+    const Tensor shifted_scratch = make_tensor(static_cast<char*>(scratch.tensor().data) + 4, DType::i32, {28});
+    CHECK_THROWS_WITH(embedding_backward(wte, wpe, out, tokens, {}, true, true, shifted_scratch, s),
+                      ContainsSubstring("embedding_backward: scratch starts at"));
     // One block, with a counter, for every 128 places of 8 channels.
     const int64_t most = 128 * kArrivals;
     CHECK_NOTHROW(embedding_backward_scratch_n(DType::f32, most, 8));

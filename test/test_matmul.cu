@@ -340,10 +340,15 @@ TEST_CASE("matmul: choices are timed, written and read", "[matmul][choices]") {
     CHECK(matmul_choices() == text);
     run();
     check_result();
+    tune_matmuls(true);  // what is known is not timed again
+    const LaunchNotes notes;
+    run();
+    tune_matmuls(false);
+    CHECK(notes.launches.size() <= 2);  // the product, and GELU where that is in parts
 
     for (const std::string wrong :
-         {"nonsense", "1x1x1 f32: 1.2.3", "x: 1.2.3.4.5.6.7.8.9", "x: 1.2.3.4.5.6.7.g", "x: 1..3.4.5.6.7.8", ": parts",
-          "x: parts  of it", "x: parts\nx: parts", "x: 1.2.3.4.5.6.7.8"}) {
+         {"nonsense", "1x1x1 f32: 1.2.3", "x: 1.2.3.4.5.6.7.8.9", "x: 1.2.3.4.5.6.7.g", "x: 1..3.4.5.6.7.8",
+          "x  # y: parts", ": parts", "x: parts  of it", "x: parts\nx: parts", "x: 1.2.3.4.5.6.7.8"}) {
         INFO(wrong);
         if (wrong == "x: 1.2.3.4.5.6.7.8") CHECK_NOTHROW(set_matmul_choices(wrong));
         else CHECK_THROWS_WITH(set_matmul_choices(wrong), ContainsSubstring("choices of matrix products"));
@@ -363,13 +368,22 @@ TEST_CASE("matmul: products that differ in what a choice may depend on have choi
     matmul(one_out, one_a, one_b, {}, s);
     matmul(one_out, one_a, one_b, {.beta = 1.0f, .added = other}, s);
     matmul(one_out, one_a, one_b, {.attended = other, .delta = delta}, s);
+    const Buffer codes(DType::e4m3, {16, 16}), wide(DType::bf16, {16, 16}), one(DType::f32, {1}),
+        rows(DType::f32, {1, 16});
+    MatmulOptions fp8{.transpose_b = true, .a_scale = one, .b_scale = one};
+    if (has_fp8(true)) matmul(wide, codes, codes, fp8, s);
+    fp8.a_scale_mode = fp8.b_scale_mode = MatmulScale::row128, fp8.a_scale = fp8.b_scale = rows;
+    if (has_fp8(true)) matmul(wide, codes, codes, fp8, s);
     tune_matmuls(false);
     std::istringstream lines(matmul_choices());
     std::vector<std::string> names;
     for (std::string line; std::getline(lines, line);) names.push_back(line.substr(0, line.find(": ")));
     const std::string size = "4x6x8 f32 f32 f32 nn ";
-    CHECK(names == std::vector<std::string>{size + "delta heads of 3", size + "plain", size + "plain added",
-                                            size + "plain batch 2"});
+    std::vector<std::string> expected{size + "delta heads of 3", size + "plain", size + "plain added",
+                                      size + "plain batch 2"};
+    const std::string of_fp8 = "16x16x16 e4m3 e4m3 bf16 nt plain";
+    if (has_fp8(true)) expected.insert(expected.begin(), {of_fp8, of_fp8 + " scales 1 1"});
+    CHECK(names == expected);
 }
 
 TEST_CASE("the fastest of some times is the first that is hardly slower than the least", "[matmul][choices]") {
