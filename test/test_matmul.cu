@@ -230,6 +230,33 @@ TEST_CASE("matmul: ours for Hopper, where it is chosen and takes the product", "
     }
 }
 
+// As in an account of a step on a Hopper GPU that is not here: the launches are recorded, and never run.
+TEST_CASE("matmul: as on Hopper, large products with an epilogue are ours where it takes them", "[matmul][hopper]") {
+    if (!device().is_cpu) SKIP_TEST("a GPU multiplies as what it is");
+    const cudaStream_t stream = device().stream;
+    const int64_t most = 512;
+    const auto is_ours = [&](DType dtype, int64_t K, bool with_gelu) {
+        const Buffer a(dtype, {most, K}), b(dtype, {most, K}), out(dtype, {most, most}), before(dtype, {most, most});
+        MatmulOptions options{.transpose_b = true};
+        if (with_gelu) options.before_gelu = before;
+        const LaunchNotes notes;
+        cudaCheck(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed));
+        matmul(out, a, b, options, stream);
+        cudaGraph_t graph = nullptr;
+        cudaCheck(cudaStreamEndCapture(stream, &graph));
+        cudaCheck(cudaGraphDestroy(graph));
+        REQUIRE(notes.launches.size() == 1);
+        return notes.launches[0].kernel != "matmul";
+    };
+    for (const bool as_hopper : {false, true, false}) {
+        choose_matmuls_as_hopper(as_hopper);
+        CHECK(is_ours(DType::bf16, most, true) == as_hopper);
+        CHECK(!is_ours(DType::bf16, most - 8, true));  // too small
+        CHECK(!is_ours(DType::bf16, most, false));
+        CHECK(!is_ours(DType::f32, most, true));
+    }
+}
+
 // The bits of adding what out holds, by cuBLASLt and by ours. A factor may be what is added, and is read once.
 TEST_CASE("matmul adds another matrix than out", "[matmul]") {
     for (const DType dtype : kFloatDTypes)
