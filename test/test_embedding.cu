@@ -401,6 +401,13 @@ TEST_CASE("embedding says what is wrong with its arguments", "[embedding][errors
                       ContainsSubstring("embedding_forward: positions"));
     CHECK_THROWS_WITH(embedding_backward(wte, wpe, out, tokens, places, true, true, scratch, s),
                       ContainsSubstring("embedding_backward: positions"));
+    CHECK_THROWS_WITH(embedding_backward(wte, wpe, out, places, {}, true, true, scratch, s),
+                      ContainsSubstring("embedding_backward: tokens"));
+    CHECK_THROWS_WITH(embedding_backward(wte, wpe, flat, tokens, {}, true, true, scratch, s),
+                      ContainsSubstring("embedding_backward: dout"));
+    CHECK_THROWS_WITH(ids_from(tokens, flat, 0, 5, s), ContainsSubstring("ids_from: ids is f32 (6, 8)"));
+    CHECK_THROWS_WITH(ids_from(places, tokens, 0, 5, s), ContainsSubstring("ids_from: out is i32 (2, 6)"));
+    ids_from(tokens.tensor().slice(0, 0), tokens.tensor().slice(0, 0), 0, 5, s);
     const Tensor shifted = make_tensor(static_cast<char*>(wte.tensor().data) + 4, DType::f32, {5, 8});
     CHECK_THROWS_WITH(embedding_forward(out, tokens, {}, shifted, {}, s),
                       ContainsSubstring("embedding_forward: wte starts at"));

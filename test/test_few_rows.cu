@@ -333,6 +333,12 @@ TEST_CASE("few rows: a norm in front of a product says what is wrong, and writes
     check_named(out, wrong, Activation::none, "norm.weight is bf16 (48), expected bf16 (40)");
     wrong = norm, wrong.bias = wide;
     check_named(out, wrong, Activation::none, "norm.bias is bf16 (48), expected bf16 (40)");
+    wrong = norm, wrong.inp = wide.tensor().view({1, 48});
+    check_named(out, wrong, Activation::none, "inp is bf16 (1, 48), expected bf16 (1, 40)");
+    wrong = norm, wrong.branch = wide;
+    check_named(out, wrong, Activation::none, "branch is bf16 (48), expected bf16 (1, 40)");
+    wrong.branch = make_tensor(static_cast<char*>(wide.tensor().data) + 2, dtype, {1, 40});
+    check_named(out, wrong, Activation::none, "branch starts at");
     wrong = norm, wrong.sum = {};
     check_named(out, wrong, Activation::none, "sum is no tensor");
     CHECK_THROWS_WITH(few_rows_normed_forward(gated.tensor().view({4}).slice(0, 3).view({1, 3}), before, norm,
@@ -466,6 +472,19 @@ TEST_CASE("few rows: names, memory and errors", "[few_rows]") {
     shifted.data = static_cast<char*>(shifted.data) + 4;
     CHECK_THROWS_WITH(few_rows_forward(out, inp, shifted, {}, s), ContainsSubstring("not a multiple of 16 bytes"));
     const Tensor no_rows = inp.tensor().slice(0, 0), no_out = make_tensor(out.tensor().data, DType::f32, {0, 8});
+    Buffer wide(DType::f32, {3, 8});
+    const Tensor shifted_out = make_tensor(static_cast<char*>(wide.tensor().data) + 4, DType::f32, {2, 8});
+    CHECK_THROWS_WITH(few_rows_forward(shifted_out, inp, weight, {}, s), ContainsSubstring("forward: out starts at"));
+    const Quantised other(WeightFormat::int8, 8, 48, Buffer(DType::f32, {8, 48}, random_values(384, 4)));
+    CHECK_THROWS_WITH(quantised_linear_forward(out, inp, other.weight, {}, s),
+                      ContainsSubstring("codes is i8 (8, 48)"));
+    const Tensor codes = make_tensor(static_cast<char*>(other.weight.codes.data) + 4, DType::i8, {8, 32});
+    CHECK_THROWS_WITH(quantised_linear_forward(out, inp, {codes, q.weight.scale}, {}, s),
+                      ContainsSubstring("codes starts at"));
+    CHECK_THROWS_WITH(quantised_linear_forward(out, inp, {q.weight.codes, bias}, {}, s),
+                      ContainsSubstring("scale is f32 (7), expected f32 (8)"));
+    CHECK_THROWS_WITH(few_rows_activated_forward(narrow, out, inp, weight, {}, Activation::gelu, s),
+                      ContainsSubstring("few_rows_activated_forward: out is f32 (2, 7), expected f32 (2, 8)"));
     few_rows_forward(no_out, no_rows, weight, {}, s);
     quantised_linear_forward(no_out, no_rows, q.weight, {}, s);
     quantise_weight({q.weight.codes.slice(0, 0), q.weight.scale.slice(0, 0)}, weight.tensor().slice(0, 0), s);

@@ -509,6 +509,10 @@ TEST_CASE("matmul says what is wrong with its arguments", "[matmul][errors]") {
 TEST_CASE("matmul says which of its options exclude each other", "[matmul][errors]") {
     const Buffer a(DType::f32, {4, 8}), b(DType::f32, {8, 5}), out(DType::f32, {4, 5}), bias(DType::f32, {5}),
         sums(DType::f32, {4}), zeros(DType::i32, {4}), delta(DType::f32, {1, 1, 4}), two_heads(DType::f32, {1, 2, 4});
+    const Buffer wide(DType::f32, {5, 5});
+    const auto shifted = [&](std::initializer_list<int64_t> dims) {
+        return make_tensor(static_cast<char*>(wide.tensor().data) + 4, DType::f32, dims);
+    };
     const Tensor no_heads = make_tensor(delta.tensor().data, DType::f32, {1, 0, 4});
     const std::pair<MatmulOptions, const char*> wrong[] = {
         {{.zeros = zeros}, "attended and zeros are for delta"},
@@ -521,9 +525,18 @@ TEST_CASE("matmul says which of its options exclude each other", "[matmul][error
         {{.a_row_sums = sums}, "a_row_sums are of a transposed a, without a bias"},
         {{.beta = 1.0f, .before_gelu = out}, "with before_gelu beta must be 0, not 1"},
         {{.beta = 1.0f, .gelu_input = out}, "with gelu_input beta must be 0, not 1"},
-        {{.bias = bias, .gelu_input = out}, "gelu_input excludes a bias"}};
+        {{.bias = bias, .gelu_input = out}, "gelu_input excludes a bias"},
+        {{.before_gelu = out, .gelu_input = out}, "one of before_gelu, gelu_input, a_row_sums and delta at most"},
+        {{.attended = bias, .delta = delta}, "matmul: attended is f32 (5), expected f32 (4, 5)"},
+        {{.attended = shifted({4, 5}), .delta = delta}, "matmul: attended starts at"},
+        {{.attended = out, .delta = sums}, "matmul: delta is f32 (4), expected"},
+        {{.before_gelu = bias}, "matmul: before_gelu is f32 (5), expected f32 (4, 5)"},
+        {{.gelu_input = shifted({4, 5})}, "matmul: gelu_input starts at"},
+        {{.bias = shifted({5})}, "matmul: bias starts at"}};
     for (const auto& [options, message] : wrong)
         CHECK_THROWS_WITH(matmul(out, a, b, options, device().stream), ContainsSubstring(message));
+    CHECK_THROWS_WITH(matmul(b, a, out, {.transpose_a = true, .a_row_sums = bias}, device().stream),
+                      ContainsSubstring("matmul: a_row_sums is f32 (5), expected f32 (8)"));
 }
 
 TEST_CASE("plain_matmul says what is wrong with its arguments", "[matmul][errors]") {
@@ -651,7 +664,12 @@ TEST_CASE("matmul says what is wrong with fp8 factors", "[matmul][errors]") {
                       ContainsSubstring("multiples of 16, not K = 24, N = 16"));
     CHECK_THROWS_WITH(matmul(make_tensor(out.tensor().data, DType::bf16, {M, 24}), a, b.tensor().slice(0, 24), good, s),
                       ContainsSubstring("multiples of 16, not K = 48, N = 24"));
+    CHECK_THROWS_WITH(
+        matmul(out.tensor().view({1, M, N}), a.tensor().view({1, M, K}), b.tensor().view({1, N, K}), good, s),
+        ContainsSubstring("fp8 products have no batch dimension"));
     MatmulOptions options = good;
+    options.a_scale = make_tensor(static_cast<char*>(a_rows.tensor().data) + 4, DType::f32, {1});
+    CHECK_THROWS_WITH(matmul(out, a, b, options, s), ContainsSubstring("matmul: a_scale starts at"));
     options.a_scale_mode = MatmulScale::row128, options.a_scale = a_rows;
     CHECK_THROWS_WITH(matmul(out, a, b, options, s), ContainsSubstring("both have scales of blocks"));
     options.b_scale_mode = MatmulScale::block128;
