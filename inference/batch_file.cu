@@ -242,11 +242,11 @@ class BatchRun {
             TextRequest request = read_request(line, model_, options_);
             const int64_t prompt_n = std::ssize(request.prompt);
             std::optional<TextOffsets> prompt_offsets, answer_offsets;  // where they are asked for
-            if (request.sampling.logprobs >= 0) {
+            if (request.sampling.logprobs >= 0) answer_offsets.emplace(*model_.tokenizer, request);
+            if (request.scores_prompt) {
                 std::string prompt;
                 if (!Fields(line).read("prompt", prompt)) prompt = text_of_tokens(*model_.tokenizer, request.prompt);
                 prompt_offsets.emplace(*model_.tokenizer, request, &prompt);
-                answer_offsets.emplace(*model_.tokenizer, request);
             }
             struct Answer {
                 std::string text;
