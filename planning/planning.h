@@ -29,7 +29,8 @@ struct DeviceSpec {
     // Dense rates in FLOP/s, without sparsity, as the makers state them; float32 without tensor cores, because our
     // float32 products are not cut to TF32; 16 bits with sums in float32. fp8 = 0: the device has none.
     double f32, f16, fp8;
-    double bytes_per_s, bytes;  // of its memory
+    bool multiplies_bf16 = true;  // its tensor cores do; otherwise bf16 is no faster than float32
+    double bytes_per_s, bytes;    // of its memory
     const char* source;
     // What large products of random 16-bit numbers, and copies, reach.
     double reached_f16, reached_bytes;
@@ -37,9 +38,12 @@ struct DeviceSpec {
     // All but the products takes this many times as long as its bytes, at least and at most, and then products wait.
     // 0: it takes as long as its bytes, at the same time as products.
     double rest_least = 0, rest_most = 0;
-    int sm_count = 0;  // streaming multiprocessors
+    int sm_count = 0;          // streaming multiprocessors
+    int block_shared_kib = 0;  // shared memory that a block may ask for
     bool is_hopper = false;
-    double rate(DType dtype) const { return dtype == DType::f32 ? f32 : f16; }
+    double rate(DType dtype) const {
+        return dtype == DType::f32 || (dtype == DType::bf16 && !multiplies_bf16) ? f32 : f16;
+    }
     double reached_rate(DType dtype) const { return reached_f16 / f16 * rate(dtype); }  // float32: the same share
 };
 DeviceSpec device_spec(const std::string& name, DType dtype);  // --device-spec; "this" is measured

@@ -34,6 +34,7 @@ const DeviceSpec kSpecs[] = {
      .reached_bytes = 4.3e12,
      .reached_source = "measured on one H200: bf16 products of 8192 x 8192 random numbers; a copy",
      .sm_count = 132,
+     .block_shared_kib = 227,
      .is_hopper = true},
     {.name = "h100",
      .f32 = 66.9e12,
@@ -46,6 +47,7 @@ const DeviceSpec kSpecs[] = {
      .reached_bytes = 3.0e12,
      .reached_source = "measured on one H100 SXM: bf16 products of 8192 x 8192 random numbers; a copy",
      .sm_count = 132,
+     .block_shared_kib = 227,
      .is_hopper = true},
     {.name = "a100",
      .f32 = 19.5e12,
@@ -57,7 +59,8 @@ const DeviceSpec kSpecs[] = {
      .reached_f16 = 257e12,
      .reached_bytes = 0.9 * 2.039e12,
      .reached_source = "measured on one A100: fp16 products of 8192 x 8192 random numbers; 0.9 of the bandwidth",
-     .sm_count = 108},
+     .sm_count = 108,
+     .block_shared_kib = 163},
     {.name = "4090",
      .f32 = 82.6e12,
      .f16 = 165.2e12,
@@ -68,7 +71,23 @@ const DeviceSpec kSpecs[] = {
      .reached_f16 = 0.9 * 165.2e12,
      .reached_bytes = 0.9 * 1.008e12,
      .reached_source = "0.9 of the data sheet",
-     .sm_count = 128},
+     .sm_count = 128,
+     .block_shared_kib = 99},
+    {.name = "t4",
+     .f32 = 8.1e12,
+     .f16 = 65e12,
+     .fp8 = 0,
+     .multiplies_bf16 = false,
+     .bytes_per_s = 320e9,
+     .bytes = 16e9,
+     .source = "NVIDIA T4 data sheet and Turing GPU architecture white paper",
+     .reached_f16 = 24e12,
+     .reached_bytes = 0.9 * 320e9,
+     .reached_source =
+         "measured on one T4, whose 70 W limit its clock: fp16 products of 4096 x 4096 numbers; 0.9 of the "
+         "bandwidth",
+     .sm_count = 40,
+     .block_shared_kib = 64},
 };
 
 // Calibrated on two cores of an AMD EPYC (Zen 3, g++ 12, 117 GFLOP/s and 22 GB/s as rates.cu measures them), where
@@ -88,7 +107,7 @@ constexpr double kCpuLeast = 2, kCpuMost = 6;
 const DeviceSpec* named_spec(const std::string& name) {
     for (const DeviceSpec& spec : kSpecs)
         if (name == spec.name) return &spec;
-    check(name == "this", "--device-spec ", name, ": use h200, h100, a100, 4090 or this");
+    check(name == "this", "--device-spec ", name, ": use h200, h100, a100, 4090, t4 or this");
     return nullptr;
 }
 
@@ -288,6 +307,7 @@ void stand_in_for(const std::string& name) {
     const DeviceSpec* const spec = named_spec(name);
     if (!device().is_cpu || !spec) return;
     device().sm_count = spec->sm_count;
+    device().block_shared_bytes = spec->block_shared_kib << 10;
     choose_matmuls_as_hopper(spec->is_hopper);
 }
 
@@ -354,6 +374,8 @@ void print_time(Trainer& t) {
     const double least = overlaps ? std::max(compute, move) : compute + spec.rest_least * move,
                  most = compute + (overlaps ? 1 : spec.rest_most) * move;
     std::printf("on %s   %sFLOP/s", spec.name, human_count(rate).c_str());
+    if (rate < spec.rate(DType::f16) && o.precision.dtype == DType::bf16)
+        std::printf(" (its tensor cores multiply no bf16; --dtype fp16: %s)", human_count(spec.f16).c_str());
     if (cost.fp8_flops > 0)
         std::printf(", in fp8 %s", spec.fp8 > 0 ? concat(human_count(fp8_rate), "FLOP/s").c_str() : "no faster");
     std::printf(", %sB/s (%s)\n", human_count(spec.bytes_per_s).c_str(), spec.source);

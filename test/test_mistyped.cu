@@ -77,7 +77,7 @@ const std::vector<Mistyped> kMistyped = {
     {"--optimizer adamm", {"unknown optimizer 'adamm': use one of sgd,"}},
     {"--schedule cosin", {"cosin", "cosine"}},
     {"--model gtp2", {"no model 'gtp2': use one of tiny, gpt2"}},
-    {"--plan --device-spec h1000", {"--device-spec h1000: use h200, h100, a100, 4090 or this"}},
+    {"--plan --device-spec h1000", {"--device-spec h1000: use h200, h100, a100, 4090, t4 or this"}},
     // Flags that would change nothing
     {"--fp8 block", {"--fp8 has no effect with --dtype fp32: add --dtype fp8"}},
     {"--loss-scale-interval 5", {"--loss-scale-interval has no effect", "use --dtype fp16"}},

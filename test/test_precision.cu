@@ -161,7 +161,7 @@ TEST_CASE("precisions that make no sense are refused", "[program][precision]") {
         {"--attention mma", "attention on 'mma' is for bf16 and f16, not for f32"},
         {"--params 7e9", "belongs to --plan"},
         {"--plan --params 7e9 --tp 2", "--params with --tp or --pp"},
-        {"--plan --device-spec h999", "use h200, h100, a100, 4090 or this"},
+        {"--plan --device-spec h999", "use h200, h100, a100, 4090, t4 or this"},
     };
     for (const auto& [flags, words] : wrong) {
         if (!can_train(flags)) continue;

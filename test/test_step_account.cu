@@ -305,6 +305,36 @@ TEST_CASE("the account of other runs: groups of products, rates of fp8 and of th
     CHECK(number_before(account("--model tiny --batch 64 --seq 16"), " % of the measured ") <= 100);
 }
 
+TEST_CASE("the account and the plan of a T4: its shared memory, and bf16 at the rate of float32",
+          "[program][account]") {
+    const TempFolder folder;
+    spit(folder / "config.json", R"({"model_type": "llama", "vocab_size": 151936, "hidden_size": 64,
+                                     "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2,
+                                     "max_position_embeddings": 128, "tie_word_embeddings": true})");
+    const auto printed = [&](const std::string& flags) {
+        return printed_by("train_gpt",
+                          concat("--sample 0 --batch 1 --seq 32 --model ", folder / "config.json", " ", flags));
+    };
+    // What a block cannot keep of its row of 151936 logits of 2 bytes is read twice, from memory where the blocks that
+    // run at a time have more of it than a cache: with 64 KiB for a block, and not with 227 KiB.
+    const auto read_again = [&](const std::string& device) {
+        printed(concat("--account --dtype fp16 --out ", folder.path, " --device-spec ", device));
+        for (const auto& row : read_tsv(folder / "launches.tsv"))
+            if (row[0] == "cross_entropy_kernel") return std::stod(row[8]) / std::stod(row[5]);
+        return -1.0;
+    };
+#ifdef CUDA_ON_CPU  // a GPU stands in for no other
+    CHECK(read_again("t4") == Approx(1 - 65536 / (2 * 151936.0)).epsilon(0.01));
+    CHECK(read_again("h100") == 0);
+#endif
+    CHECK_THAT(printed("--plan --dtype fp16 --device-spec t4"), ContainsSubstring("on t4   65TFLOP/s, 320GB/s ("));
+    CHECK_THAT(
+        printed("--plan --dtype bf16 --device-spec t4"),
+        ContainsSubstring("on t4   8.1TFLOP/s (its tensor cores multiply no bf16; --dtype fp16: 65T), 320GB/s ("));
+    CHECK_THAT(printed("--plan --dtype bf16 --device-spec a100"),
+               ContainsSubstring("on a100   312TFLOP/s, 2.04TB/s ("));
+}
+
 // Of an H100, of which the account says that products have at most 798 TFLOP/s, and copies 3 TB/s.
 TEST_CASE("a launch is predicted by its bytes or its FLOPs, and by the share that its group reaches",
           "[program][account]") {

@@ -205,7 +205,7 @@ void add_memory_options(CommandLine& line, TrainOptions& o, TypedFlags& typed) {
         "print where the time of a step goes, launch by launch, with a prediction, and end; with --out also as\n"
         "account.md, account.png and launches.tsv");
     memory.option("--device-spec", o.device_spec,
-                  "the device of --plan and --account: h200, h100, a100, 4090, or this one");
+                  "the device of --plan and --account: h200, h100, a100, 4090, t4, or this one");
     memory.option("--params", o.plan_parameters,
                   "the plan of any model with this many parameters (7.5e9): weights, gradients and optimizer only");
 }
