@@ -294,7 +294,8 @@ PlannedWay make_plan(const Product& product, Tensor out, Tensor a, Tensor b, con
     }
     // A choice may be from a file, and what it names not be here: then it is none.
     Choice& choice = known->second;
-    if (choice.way == MatmulWay::parts) planned.way = MatmulWay::parts;
+    const bool has_parts = !is_fp8(product.a_dtype) || has_epilogue(product.epilogue);  // no kernel multiplies fp8
+    if (choice.way == MatmulWay::parts && has_parts) planned.way = MatmulWay::parts;
     else if (choice.way == MatmulWay::hopper && hopper_matmul_takes(product)) planned.way = MatmulWay::hopper;
     else if (choice.algorithm && !algorithms.empty() && can_run(plan, *choice.algorithm))
         planned.way = MatmulWay::cublas_lt, plan.algorithm = *choice.algorithm;

@@ -413,6 +413,19 @@ TEST_CASE("matmul: products that differ in what a choice may depend on have choi
     CHECK(names == expected);
 }
 
+TEST_CASE("matmul: a choice that a product cannot have is none", "[matmul][choices]") {
+    if (!has_fp8()) return;
+    const Buffer codes(DType::e4m3, {16, 16}), one(DType::f32, {1}, {1.0});
+    cudaCheck(cudaMemset(codes.tensor().data, 0x38, 256));  // each is 1
+    Buffer out(DType::bf16, {16, 16});
+    for (const char* way : {"parts", "hopper"}) {  // nothing of ours multiplies fp8
+        const Choices choice(concat("16x16x16 e4m3 e4m3 bf16 nt plain: ", way, "\n"));
+        out.set(Values(256, 0.0));
+        matmul(out, codes, codes, {.transpose_b = true, .a_scale = one, .b_scale = one}, device().stream);
+        CHECK(out.values() == Values(256, 16.0));
+    }
+}
+
 TEST_CASE("the fastest of some times is the first that is hardly slower than the least", "[matmul][choices]") {
     CHECK(fastest({3.0}) == 0);
     CHECK(fastest({3.0, 2.0, 2.5}) == 1);
