@@ -43,7 +43,7 @@ struct Runs {
         INFO(model_name << " " << flags << "\n" << its.err);
         REQUIRE(its.status == 0);
         const bool divides = flags.find("--tp") != std::string::npos || flags.find("--pp") != std::string::npos;
-        if (divides && before.empty()) check_account(its.out);
+        if (divides && before.empty()) check_account(its.out, flags);
         return path;
     }
 };

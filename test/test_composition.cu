@@ -246,7 +246,7 @@ std::vector<LogRow> losses_of(const std::string& flags, const std::string& out) 
     const Outcome outcome = run(flags, out);
     INFO(flags << "\n" << outcome.err);
     REQUIRE(outcome.status == 0);
-    if (flags.find("--ranks") != std::string::npos) check_account(outcome.out);
+    if (flags.find("--ranks") != std::string::npos) check_account(outcome.out, flags);
     return read_csv_log(out + "/log.csv");
 }
 

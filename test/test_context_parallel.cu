@@ -414,7 +414,7 @@ struct Runs {
         const Outcome its = outcome(model_name, flags, path, before);
         INFO(model_name << " " << flags << "\n" << its.err);
         REQUIRE(its.status == 0);
-        if (flags.find("--cp") != std::string::npos && before.empty()) check_account(its.out);
+        if (flags.find("--cp") != std::string::npos && before.empty()) check_account(its.out, flags);
         return path;
     }
 };

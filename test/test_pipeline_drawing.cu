@@ -616,7 +616,7 @@ TEST_CASE("--trace of a pipeline: what was taken and sent is what was planned", 
         const std::string out = std::regex_replace(run.out, std::regex("\ntrace [^\n]*"), "");  // come at any time
         const size_t account = out.find("\npipeline ");
         REQUIRE(account != std::string::npos);
-        check_account(out);  // no other test runs DualPipe with --zero
+        check_account(out, flags);  // no other test runs DualPipe with --zero
         std::istringstream lines(out.substr(account + 1));
         std::string line;
         std::getline(lines, line);

@@ -44,7 +44,7 @@ struct PipelineRuns {
         INFO(model << " " << flags << "\n" << its.err);
         REQUIRE(its.status == 0);
         if (flags.find("--ranks") != std::string::npos && flags.find("--stop-after") == std::string::npos)
-            check_account(its.out);
+            check_account(its.out, flags);
         return path;
     }
 };
