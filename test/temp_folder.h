@@ -13,7 +13,10 @@
 struct TempFolder {
     std::string path;
     TempFolder() {
-        std::string pattern = (std::filesystem::temp_directory_path() / "llm_test_XXXXXX").string();
+        // Commands of the tests name files without quotes: $TMPDIR is for names that need none.
+        std::string of_all = std::filesystem::temp_directory_path();
+        if (of_all.find_first_of(" \t\n'\"\\$`&;|<>()*?[]#~{}!") != std::string::npos) of_all = "/tmp";
+        std::string pattern = of_all + "/llm_test_XXXXXX";
         if (!::mkdtemp(pattern.data())) throw std::runtime_error("cannot make " + pattern);
         path = pattern;
     }
