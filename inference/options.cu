@@ -292,6 +292,7 @@ TextRequest text_request(const GenerateOptions& o, const LoadedModel& model) {
 
 std::vector<int32_t> encode_prompt(const LoadedModel& model, const std::string& text) {
     check(model.is_text, model.folder,
-          ": there is no tokenizer.json in this folder: give --tokenizer, or --prompt-ids");
+          ": there is no tokenizer.json in this folder: give --tokenizer, or token ids in place of the text "
+          "(--prompt-ids; \"prompt_ids\" in a line of --batch)");
     return model.tokenizer->encode_with_special(text);
 }

@@ -642,9 +642,13 @@ TEST_CASE("generate refuses in one line what cannot be", "[generate][program]") 
     json config = parsed_json(slurp(newest_checkpoint(trained_run()) + "/config.json"));
     config["vocab_size"] = 600;
     spit(folder / "config.json", dumped(config));
-    for (const std::string way : {"--prompt a", "--serve"})
-        CHECK_THAT(run_program("generate", way + " --model " + folder.path).err,
-                   ContainsSubstring("there is no tokenizer.json in this folder: give --tokenizer"));
+    spit(folder / "text", "a text");
+    for (const std::string& way :
+         std::vector<std::string>{"--prompt a", "--serve", "--chat", "--eval " + (folder / "text")}) {
+        const std::string err = run_program("generate", way + " --model " + folder.path).err;
+        CHECK_THAT(err, ContainsSubstring("there is no tokenizer.json in this folder: give --tokenizer"));
+        CHECK((err.find("--prompt-ids") == std::string::npos) == (way != "--prompt a"));  // elsewhere it is no way out
+    }
     const Outcome none = run_program("generate", "--prompt a", "cd " + folder.path + " &&");
     CHECK_THAT(none.err, ContainsSubstring("there is no run in runs/: train a model with ./train_gpt"));
 }
