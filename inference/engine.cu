@@ -22,7 +22,8 @@ int64_t longest_sequence(const Config& c, const Config* draft, int64_t wanted) {
     const bool dynamic = c.family == Family::llama && c.rope_scaling.kind == RopeKind::dynamic;
     const int64_t longest = dynamic ? std::min(c.T_max, c.rope_scaling.original_max_position) : c.T_max;
     check(wanted >= 0 && wanted <= longest, "a length of ", wanted, " tokens: the model has ", longest, " positions",
-          dynamic ? " before its dynamic rope scaling begins" : "", ", and at most that many can be given");
+          dynamic ? " before its dynamic rope scaling begins" : "",
+          ", and at most that many can be given (--max-length)");
     return wanted == 0 ? longest : wanted;
 }
 

@@ -110,7 +110,7 @@ void Scheduler::add(Request& r) {
     const int64_t needed = shared + r.n * (pages - shared);
     check(needed <= cache_.sizes().n_pages, r.n, " answers to ", prompt_n(r), " tokens, of up to ", r.max_tokens,
           " each, need ", needed, " pages of the cache, which has ", cache_.sizes().n_pages,
-          "; ask for less, or give the cache more memory");
+          "; ask for less, or give the cache more (--cache-pages)");
     r.sequences.push_back(std::make_unique<Sequence>());
     r.sequences.back()->tokens = r.prompt;
     requests_.push_back(&r);
