@@ -36,8 +36,9 @@
 //
 // (1) false: Qwen2 always has biases on queries, keys and values, and on nothing else. (2) Only if use_sliding_window.
 // (3) All layers must be alike, with the window or without. (4) deepseek_v3's; deepseek_v2's is always true.
-// All other keys are ignored. Sizes of layers must be there; any other key that is missing has the default of
-// transformers' class.
+// All other keys are ignored. These must be there: the vocabulary, the numbers of layers and query heads, the widths
+// (but for head_dim and n_inner) and the ranks. Any other key that is missing has the default of transformers' class.
+// hidden_act may also be swish, another name of silu, or name a feed-forward of ours (sublayers.cu), but for gelu.
 #include "io/json.h"
 #include "model/sublayer.h"
 
