@@ -5,8 +5,9 @@
 //   N           the input of every N-th block is kept, and all activations of N blocks at a time: in the backward, the
 //               forward of N blocks is run again from their kept input, then their backward.
 //   full        N = 1.
-//   selective   all is kept but what is cheap to compute again: the outputs of norms and of activation functions, and
-//               MLA's keys. The blocks share one tensor for each, which is filled again before a block's backward.
+//   selective   all is kept but what is cheap to compute again: the outputs of norms (Qwen3's queries and keys among
+//               them) and of activation functions, and MLA's keys. The blocks share one tensor for each, which is
+//               filled again before a block's backward.
 //               (Korthikanti et al. 2022, arXiv:2205.05198, use this word for computing the core of attention again.
 //               Flash attention does that in any case.)
 //
@@ -16,7 +17,7 @@
 //
 // and not at sqrt(L), because b is many times s: 16 times in GPT-2, where the least memory of 36 blocks is at N = 1.5.
 // dev/recompute measures it (doc/recompute.png). The price: the forward of all blocks but those of the last kept
-// input a second time, at most a third more FLOPs.
+// input a second time (in a pipeline of all blocks), at most a third more FLOPs.
 #include "io/io.h"
 #include "model/sublayer.h"
 
