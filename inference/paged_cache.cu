@@ -71,7 +71,7 @@ int64_t CacheSizes::most_pages() const { return std::numeric_limits<int32_t>::ma
 PagedCache::PagedCache(const CacheSizes& sizes) : sizes_(sizes) {
     check(sizes.page_size >= 1, "a page of the cache has at least 1 row, not ", sizes.page_size);
     check(sizes.n_pages >= 1 && sizes.n_pages <= sizes.most_pages(), "the cache has 1 to ", sizes.most_pages(),
-          " pages of ", sizes.page_size, " rows, not ", sizes.n_pages);
+          " pages of ", sizes.page_size, " rows, not ", sizes.n_pages, " (--cache-pages)");
     constexpr int64_t most = std::numeric_limits<int32_t>::max();
     check(sizes.n_host_pages >= 0 && sizes.n_host_pages <= most, "the cache has 0 to ", most,
           " pages on the host, not ", sizes.n_host_pages);

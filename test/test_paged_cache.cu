@@ -460,7 +460,7 @@ TEST_CASE("paged cache: errors", "[paged_cache]") {
     CHECK_THAT(error_of([] { PagedCache({.page_size = 16, .n_pages = 0}); }), ContainsSubstring("not 0"));
     // The tables of a step have numbers of rows in 32 bits: the last page's would be below 0.
     CHECK_THAT(error_of([] { PagedCache({.page_size = 1 << 20, .n_pages = 2048}); }),
-               ContainsSubstring("the cache has 1 to 2047 pages of 1048576 rows, not 2048"));
+               ContainsSubstring("the cache has 1 to 2047 pages of 1048576 rows, not 2048 (--cache-pages)"));
     CHECK(PagedCache({.page_size = 1 << 20, .n_pages = 2047}).pages_available() == 2047);  // the most
     CHECK_THAT(error_of([] { PagedCache({.n_pages = 1, .n_host_pages = -1}); }), ContainsSubstring("on the host"));
     PagedCache cache({.page_size = 4, .n_pages = 4});
