@@ -113,8 +113,8 @@ void expect_number(const std::string& flag, const std::string& text) {
 
 namespace {
 
-// digits * 10^power, without zeros at either end: "1.50e3" is 15 * 10^2. A double would hold only the first 16 of a
-// seed's 19 digits.
+// digits * 10^power, without zeros at either end: "1.50e3" is 15 * 10^2. A double would hold only the first 16 digits
+// of a seed, which may have 20.
 struct Decimal {
     std::string digits;
     int64_t power = 0;

@@ -4,7 +4,7 @@
 //                                                                               the tensor from the stage before
 //     backward, or backward by weight       gives them back
 //
-// With --recompute every N a chunk keeps only inputs, and the sets of N blocks are those of all chunks: their contents
+// With --recompute N a chunk keeps only inputs, and the sets of N blocks are those of all chunks: their contents
 // are needed within one forward or one backward, which runs the forward again, N blocks at a time.
 #include "model/sublayer.h"
 
