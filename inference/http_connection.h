@@ -200,7 +200,7 @@ class ConnectionThreads {
         while (!start(serve_connection)) changed_.wait_for(lock, std::chrono::milliseconds(100));
         ++n_;
     }
-    // For all to end; at most so long.
+    // Until all have ended, or for this many seconds.
     void wait(double seconds = INFINITY) {
         const double until = seconds_now() + seconds;
         std::unique_lock lock(mutex_);

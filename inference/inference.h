@@ -67,9 +67,11 @@
 //
 // This class is bookkeeping on the host and touches no device memory: what has to be copied it says in take_copies().
 // A step of the engine is:  reserve and append for each sequence that computes something; make the copies; compute.
-// From the first append until the step is computed nothing may be forked, truncated or swapped out, and nothing
-// reserved after the end of a sequence that has appended: rows would be copied before they are computed, or be of two
-// sequences.
+// From the first append until the step is computed no sequence may be forked or swapped out: rows would be copied
+// before they are computed. None may be truncated either, and if one that has appended is ended, nothing more may be
+// reserved: two sequences would write into one page.
+//
+// Every call with a sequence that has ended, or never began, is an Error; so is an append to rows not reserved.
 
 struct CacheSizes {
     int64_t page_size = 16;    // rows of a page
@@ -105,7 +107,7 @@ class PagedCache {
 
     // A new, empty sequence.
     SequenceId begin();
-    // Takes over full pages whose tokens are the first of `tokens`: how many tokens that are. At most
+    // Takes over full pages whose tokens are the first of `tokens`, and returns how many tokens these are. At most
     // tokens.size() - 1, because the logits that follow the last token have to be computed. Only for an empty sequence.
     int64_t share_prefix(SequenceId sequence, std::span<const int32_t> tokens);
     // How many pages reserve(sequence, n) would take, copies included; and how many it can have.
@@ -320,7 +322,7 @@ class BeamSearch {
         size_t parent = 0;  // which of the beams before it continues
         BeamAnswer answer;  // so far
     };
-    explicit BeamSearch(const BeamOptions& options);
+    explicit BeamSearch(const BeamOptions& options);  // Error for what is out of range, as n_tokens() over kMostTop
     // How many of its most probable tokens (SamplingOptions::logprobs) step() needs of each beam: with k of them that
     // are no stop tokens there are k next beams.
     int64_t n_tokens() const;
@@ -399,13 +401,13 @@ struct StepPart {
 //   1. the requests that run, in the order in which they came: one row for each sequence;
 //   2. with what is left of step_tokens: the next piece of the prompts that are not yet computed, the oldest first;
 //   3. with what is left: requests that were preempted or wait, the oldest first, as long as there are places for their
-//      answers (max_sequences), and pages for all of their tokens and for those that run to grow. Nobody passes
-//      somebody who came before: whoever waits for pages gets the next ones;
+//      answers (max_sequences), and pages for all of their tokens and for those that run to grow. No request passes one
+//      that came before it: the first that waits for pages gets the next ones;
 //   4. with what is left: drafts.
 // If step 1 or 2 finds no page, the request that came last gives its pages up (preemption): they are copied to the
-// host (if there are pages), or forgotten and computed again later, the answer so far included. If the one that finds
-// no page came last itself, it keeps what it has and waits. So the oldest request is never preempted, add() has made
-// sure that all pages are enough for it alone, and nobody starves.
+// host (Preemption::swap, if the host has enough pages), or forgotten and computed again later, the answer so far
+// included. If the one that finds no page came last itself, it keeps what it has and waits. So the oldest request is
+// never preempted, add() has made sure that all pages are enough for it alone, and no request waits for ever.
 //
 // The sequences of a request draw their tokens in the same steps, all or none of them (beams are compared).
 //
@@ -422,8 +424,8 @@ class Scheduler {
     void remove(Request& request);
     // The parts of the next step, their rows reserved and appended in the cache; empty if there is nothing to compute.
     // cache.take_copies() has what to copy before. computed_n counts the rows already: the step is going to happen.
-    // A part may read rows that another part of the same step computes (a prompt's pages that were found at once), but
-    // not the row of a part that has only one.
+    // A part may read rows that another part of the same step computes: two prompts that begin alike share pages at
+    // once. But a row that is the only one of its part is read by no other part.
     std::vector<StepPart> next_step();
     // A new sequence of the request, with the tokens and pages of `parent`, which must have been in the last step.
     Sequence& fork(Request& request, const Sequence& parent);
@@ -477,7 +479,7 @@ class CacheReport {
     };
     Shares paged() const;                           // of owned pages; what a page has after its tokens is internal
     Shares contiguous() const;                      // of the whole pool, cut into slots that are all taken
-    std::string text() const;                       // four lines
+    std::string text() const;                       // four lines; one if there was no step
     void write_png(const std::string& path) const;  // both as bars, and the pool over the steps
 
   private:
@@ -881,7 +883,7 @@ struct GenerateOptions {
 };
 GenerateOptions parse_generate_options(int argc, char** argv);
 // A request as the flags say, without its prompt; and the tokens of a prompt, with those that the tokenizer puts around
-// it.
+// it. Error for a model without a tokenizer.
 TextRequest text_request(const GenerateOptions& options, const LoadedModel& model);
 std::vector<int32_t> encode_prompt(const LoadedModel& model, const std::string& text);
 
@@ -917,7 +919,8 @@ struct ChatMessage {
     // user's.
     std::string role, content;
 };
-// How the families write a conversation; test/golden/chat.json has examples of each from the models' own templates:
+// How the families write a conversation; test/golden/chat.json has examples of each but plain, which is ours, from the
+// models' own templates:
 //   chatml            <|im_start|>user\n...<|im_end|>\n<|im_start|>assistant\n
 //   qwen2, qwen       the same, with the system message of Qwen 2 or of Qwen 2.5 where none is given
 //   qwen3             chatml, where earlier answers lose their reasoning: what stands before </think>

@@ -50,7 +50,7 @@ struct Route {
 //     400  no HTTP, or no request that the handler understands       411  a body without its length
 //     401  not the right key                                         413  a body that is too large
 //     404  an unknown path                                           414  a path that is too long
-//     405  a method that the path does not have                      415  not application/json, or not gzip
+//     405  a method that the path does not have                      415  not application/json, or unknown compression
 //     408  it took too long to send the request                      431  headers that are too large
 //                                                                    500  anything else that is thrown
 // and by the handlers: 404 a model other than the one that is served; 429, 500, 503 and 504 are EngineLoop's.
@@ -95,7 +95,7 @@ class Metrics {
   public:
     void http_answer(int status);
     void prompt(int64_t tokens);
-    // A token of an answer: the first, so long after its request came; or a further one, so long after the one before.
+    // A token of an answer. seconds: from the request, if it is the answer's first; otherwise from the one before.
     void token(bool first, double seconds);
     void answer_ends(const std::string& finish_reason);
     void request_ends(Outcome outcome);
@@ -185,7 +185,8 @@ class EngineLoop {
         double deadline_;
         Outcome outcome_ = Outcome::cancelled;
     };
-    // HttpError if it cannot be done: 400 by what is asked, 429 if too many wait, 503 if the server is ending.
+    // Error if what is asked cannot be done, as by Requests::add: a status of 400. HttpError 429 if too many wait, 503
+    // if the server is ending.
     std::shared_ptr<Submission> submit(std::vector<TextRequest> requests);
     EngineView view();  // HttpError 503 if the engine has ended
 

@@ -17,7 +17,7 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // files.cu
 
-// A whole file, mapped read-only into memory. It must not be shortened by others while it is mapped.
+// A whole regular file, mapped read-only into memory. It must not be shortened by others while it is mapped.
 class MappedFile {
   public:
     explicit MappedFile(const std::string& path);
@@ -70,6 +70,7 @@ void make_folder(const std::string& path);                             // with p
 // Is there something? Error where it cannot be told, as in a folder that may not be entered.
 bool is_there(const std::string& path);
 bool is_folder(const std::string& path);  // false, too, where it cannot be told
+// fsync, so that the names in it survive a power cut, where its file system can do that.
 void sync_folder(const std::string& path);
 
 // Before a program opens any file: where standard input, output or error is closed, its number is taken, so that no
@@ -214,10 +215,12 @@ std::string byte_tokenizer_json();
 // DeepSeek's, or of characters, as LLaMA 2's and Mistral's (SentencePiece, with byte_fallback). doc/models.md lists the
 // components that are read; any other is an Error that names it: a tokenizer that is nearly right trains and samples
 // without an error, and badly.
-//   - encode(text) gives the ids of Hugging Face's `tokenizers` for every text in UTF-8: dev/compare_tokenizers.py
-//     compares them. A byte that is not UTF-8 counts as a control character in patterns and as itself in the tokens.
-//   - decode(encode(text)) == text for any bytes, UTF-8 or not, but for what normalizers and prefix spaces change; a
-//     vocabulary without byte tokens makes <unk> of characters that it lacks.
+//   - encode(text) gives the ids of Hugging Face's `tokenizers` for a text in UTF-8: dev/compare_tokenizers.py compares
+//     them, and doc/models.md lists the rare texts with others. A byte that is not UTF-8 counts as a control character
+//     in patterns and as itself in the tokens.
+//   - decode(encode(text)) == text for any bytes, UTF-8 or not, but for what normalizers and prefix spaces change, and
+//     what pre-tokenizers (Whitespace) or added tokens (lstrip) remove; a vocabulary without byte tokens makes <unk> of
+//     characters that it lacks.
 // Safe to use from several threads. A file like byte_tokenizer_json() gives the byte tokenizer.
 std::unique_ptr<Tokenizer> load_tokenizer(const std::string& tokenizer_json);
 std::unique_ptr<Tokenizer> parse_tokenizer(std::string_view json, const std::string& name);  // the same from memory
@@ -241,11 +244,12 @@ struct TokenShard {
     int token_bytes = 2;
     int32_t document_token = -1;  // the one that every document begins with; -1: none is known
 };
+// Error that names `name` for another magic number or version, and for more or fewer bytes than the header says.
 TokenShard parse_token_shard(const unsigned char* data, size_t bytes, const std::string& name);
 
 // What a path may be:
 //   - a text file, or a folder of text files: read recursively in name order, without hidden files and files that are
-//     no text (zero bytes in them), tokenized by `tokenizer` and held in memory as uint16 or uint32;
+//     no text (a zero byte in the first 64 KiB), tokenized by `tokenizer` and held in memory as uint16 or uint32;
 //   - a token shard *.bin, or a folder of them in name order (a folder that has *.bin holds shards): memory-mapped;
 //   - a pattern of such files, "fineweb_train_*.bin";
 //   - "": the C++ standard library headers of the compiler that built the program, about 3 MB without their licences:
@@ -298,7 +302,8 @@ struct MixedSource {
 };
 using TokenMix = std::vector<MixedSource>;
 // "a.txt:0.7,b.txt:0.3" as paths with shares that add up to kMixShares, in the ratio of the weights; any other text,
-// and the name of a file that exists, as one path. Error for a weight that is not positive, or is below a share.
+// and the name of a file that exists, as one path. Error for a weight that is not positive, or is below a share, and
+// where some of several sources have none.
 struct MixedPath {
     std::string path;
     int64_t share;
@@ -401,6 +406,8 @@ class CsvLog {
     int fd_ = -1;
     std::string path_;
 };
+// All rows; a last line without its end, which a kill leaves, is none. Error for another header, and for a field that
+// is not a number.
 std::vector<LogRow> read_csv_log(const std::string& path);
 
 // TensorBoard event file (TFRecord framing with masked CRC32C, Event protobufs written by hand: scalars only). Each run

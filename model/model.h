@@ -17,7 +17,8 @@
 //     quantised.cu       a copy of a model with weights of 8 bits
 //     versions.cu        the same model with other weights
 //     sublayer.h         what an attention or a feed-forward is; the table of them is in sublayers.cu, and each is a
-//     file: attention_gqa.cu, attention_mla.cu, attention_mfa.cu, feed_forward_swiglu.cu, feed_forward_gelu.cu
+//                        file: attention_gqa.cu, attention_mla.cu, attention_mfa.cu, feed_forward_swiglu.cu,
+//                        feed_forward_gelu.cu
 //     huggingface_folder.cu, huggingface_config.cu, huggingface_weights.cu   which folder; config.json, safetensors
 #pragma once
 
@@ -100,14 +101,15 @@ Config config_of_rank(const Config& config, const TensorLayout& layout);
 
 // A preset (preset_names()), or a Hugging Face config.json (or its folder): model_type gpt2, llama, mistral, qwen2,
 // qwen3, deepseek_v2 and deepseek_v3 without experts, and our own mfa (keys as llama's, and share_q_dim for q_rank).
+// Error that lists the presets, or that names the file and the key that is missing, wrong or not supported.
 Config load_config(const std::string& preset_or_path);
 std::vector<std::string> preset_names();
 const Config* find_preset(const std::string& name);  // nullptr: there is none of this name
 // Ids of special tokens, as JSON: "eos_token_id" -> "2", "[2, 3]" or "null".
 using TokenIds = std::map<std::string, std::string>;
-// A config.json that transformers reads.
+// A config.json that transformers reads. Error for biases and windows that none of its model types has together.
 std::string config_to_json(const Config& config, const TokenIds& token_ids = {});
-// Its model_type, and the name of the class in transformers.
+// Its model_type, and the name of the class in transformers. The same Error.
 std::pair<std::string, std::string> hugging_face_type(const Config& config);
 
 int64_t parameter_count(const Config& config);                // without the padding of the vocabulary
@@ -231,8 +233,9 @@ struct Model : FlatParameters {
     Weights all_weights(uint64_t seed) const;
 };
 
-// Takes the model's memory from the arenas. Call it while they count, reserve() them, and call it again. part: none is
-// the whole model.
+// Takes the model's memory from the arenas. Call it while they count, reserve() them, and call it again. T: tokens of
+// the longest sequence. part: none is the whole model. Error for more tokens than GPT-2 has positions, for types that
+// do not go together, and as config_of_rank.
 Model build_model(const Config& config, const Precision& precision, int64_t T, Arena& weights, Arena& grads,
                   Arena& masters, const Sharding& sharding = {}, const TensorLayout& layout = {},
                   const std::optional<ModelPart>& part = {});
@@ -301,7 +304,8 @@ Model with_weights(const Model& model, const Tensor& weights);
 // Hugging Face folders: config.json with model.safetensors, or its shards (huggingface_weights.cu,
 // huggingface_config.cu). With many ranks all of them call these, and rank 0 writes. A part of a model reads what it
 // has, the head's copy from the embedding's place; and is saved as what it has of the whole (Model::pipeline_ranks).
-// Tensors are saved with checksums; a tensor whose bytes have a different one from the file's is an Error.
+// Tensors are saved with checksums. Errors of load_weights name the tensor: one that is missing, has another shape than
+// config.json asks for, is not F32, F16 or BF16, has bytes with another checksum, or belongs to no parameter.
 void load_weights(Model& model, const std::string& folder);
 // The Hugging Face folder that a flag's value means: itself, or the newest checkpoint of a run. Error that names the
 // flag and says what was looked for. And the run in runs/ whose newest checkpoint is the latest: "" if there is none.
@@ -324,7 +328,7 @@ struct Recompute {
         return head_chunks == 1 ? N : std::min(N, round_up(ceil_div(N, head_chunks), 8));
     }
 };
-Recompute parse_recompute(const std::string& text);  // "none", "full" (every = 1), "selective" or a number
+Recompute parse_recompute(const std::string& text);  // "none", "full" (every = 1), "selective" or a number; or Error
 
 std::vector<Visit> backward_visits(const Model& model, const Recompute& recompute);
 // Of blocks [first, last) alone, for a pipeline: of several chunks and micro-batches that take turns, so that nothing
@@ -386,7 +390,8 @@ Activations take_forward_activations(const Model& model, int64_t B, int64_t T, i
 // For rows that need them. T: tokens of a whole sequence.
 void take_documents(const Model& model, Activations& acts, int64_t T, Arena& arena);
 void take_positions(Activations& acts, Arena& arena);
-// With 2D, 2.5D and 3D tensor parallelism: the blocks of which ranks need those of others.
+// With 2D, 2.5D and 3D tensor parallelism: the sizes by which ColumnGeometry takes its memory, those of this rank's
+// parts of the weights and of its rows and columns of the stream.
 ColumnGeometry::Sizes geometry_sizes(const Model& model, const Activations& acts);
 
 class WeightGradients;  // block_linear.cu
@@ -459,7 +464,7 @@ struct Pieces {
     int64_t heads = 0;   // final norm, logits and losses
     bool operator==(const Pieces&) const = default;
 };
-// Of a chunk of n blocks. With --recompute every N: the input of each N-th block, and no sets, because all chunks share
+// Of a chunk of n blocks. With --recompute N: the input of each N-th block, and no sets, because all chunks share
 // those of N blocks.
 Pieces chunk_pieces(const Precision& precision, const Recompute& recompute, int64_t n_blocks);
 // Bytes of one piece of each kind; and of what all chunks share, of which the largest has this many blocks.

@@ -126,7 +126,7 @@ struct BlockContext {
     const Workspace& workspace;
     const BlockSaved& saved;
     cudaStream_t stream;
-    std::optional<NormInFront> norm = {};  // of the sub-layer, where the product that reads its out forms it
+    std::optional<NormInFront> norm = {};  // in front of the sub-layer, if its first product computes this norm
 };
 
 // Elements read and written for one token, each operation by itself, beside the products. again: by what selective
@@ -261,8 +261,8 @@ inline void attend_forward(const BlockContext& b, const HeadColumns& out, Tensor
         return ranks->forward(out, lse, heads.q, heads.k, heads.v, options, b.stream);
     flash_attention_forward(out, lse, heads.q, heads.k, heads.v, options, b.stream);
 }
-// And of the linear layer after it, out_linear, whose output's gradient is `dout`: dheads from dout, by way of
-// dattended, and the layer's own gradients.
+// The backward of out_linear, the linear layer after the attention, and then of the attention. dout: the gradient of
+// out_linear's output. Writes dattended and dheads; the gradients of out_linear's parameters as in SubLayer::backward.
 inline void attend_backward(const BlockContext& b, const Linear& out_linear, const QkvHeads& dheads,
                             const HeadColumns& dattended, Tensor dout, const HeadColumns& attended, Tensor lse,
                             const QkvHeads& heads, FlashAttentionOptions options) {
