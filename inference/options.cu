@@ -249,7 +249,7 @@ void settle(GenerateOptions& o, const Typed& typed, const CommandLine& line) {
     check(o.chat || o.serve || o.chat_template.empty(), "--template is for --chat and --serve");
     check(o.chat || o.system.empty(), "--system is for --chat");
     check(o.pictures.empty() || !o.batch.empty() || !o.prompt.empty() || !o.prompt_ids.empty(),
-          "--pictures is for --batch and --prompt");
+          "--pictures is for --batch, --prompt and --prompt-ids");
     check_server(o.server);
     o.has_seed = line.given("--seed");
     check_answers(o, line);

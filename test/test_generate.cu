@@ -609,7 +609,7 @@ TEST_CASE("generate refuses in one line what cannot be", "[generate][program]") 
         {"--chat --logprobs 1", "--logprobs is for --prompt, --prompt-ids, --batch and --serve"},
         {"--plan --logprobs 1", "--logprobs is for --prompt, --prompt-ids, --batch and --serve"},
         {"--prompt a --pictures /proc/p", "cannot make the folder /proc/p"},
-        {"--chat --pictures p", "--pictures is for --batch and --prompt"},
+        {"--chat --pictures p", "--pictures is for --batch, --prompt and --prompt-ids"},
         {"--prompt ''", "--prompt is empty"},
         {"--prompt-ids ''", "--prompt-ids is empty"},
         {"--prompt --ids",
