@@ -7,9 +7,9 @@
 // from step to step (tokens, positions, page tables) lies in memory, always the same, from which the graph's first node
 // brings it to the device.
 //
-// The first step of a key is launched as always: a kernel is loaded at its first launch, and to load it may need to
-// wait for the device, which is not allowed while a stream is captured. The second step is captured, and from then on
-// the graph is launched.
+// The first step of a key is launched as always: a kernel is loaded at its first launch, which may wait for the device,
+// and a capture is to record launches and do nothing else. The second step is captured, and from then on the graph is
+// launched.
 #include "inference/inference.h"
 
 namespace {
