@@ -91,8 +91,9 @@ std::string explain_not_finite(Trainer& t, const BatchReader& data, int64_t step
     }
     char rate[32];
     std::snprintf(rate, sizeof rate, "%.3g", learning_rate(o.schedule, step));
-    const std::string change = concat("with a smaller --lr (at this step it was ", rate,
-                                      "), a longer --warmup, a smaller --clip, or with other data or another --seed");
+    const std::string change =
+        concat("with a smaller --lr (at this step it was ", rate, "), a longer --warmup, ",
+               o.clip > 0 ? "a smaller --clip" : "--clip 1", ", or with other data or another --seed");
     if (o.checkpoint.empty()) return concat(text, ". Nothing was saved yet: start again ", change);
     return concat(text,
                   ". The last checkpoint is from before this step, but --resume would meet the same numbers and stop "
