@@ -421,6 +421,8 @@ TEST_CASE("the plan has the famous figures", "[program][plan]") {
     CHECK_THAT(pipeline("--ranks 2 --pp 2 --seq 2048"), ContainsSubstring("\n  it does not fit: h100 has"));
     CHECK_THAT(pipeline("--ranks 2 --zero 2 --recompute full --seq 2048"),
                ContainsSubstring("Try --master none, --zero 3, --offload"));
+    CHECK_THAT(pipeline("--ranks 2 --cp 2 --recompute full --seq 2048"),  // which shards over the ranks of --cp, too
+               ContainsSubstring("Try --master none, --zero 3, --offload"));
     CHECK_THAT(pipeline("--ranks 2 --pp 2 --seq 64 --stages 13,19"),
                ContainsSubstring("rank 1 needs about 78.8 GiB: it does not fit"));
     CHECK_THAT(pipeline("--ranks 4 --pp 4 --seq 2048"), !ContainsSubstring("it does not fit"));

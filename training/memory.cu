@@ -184,7 +184,7 @@ std::string Trainer::ways_to_fit() const {
     add(micro_batch > 1, "a smaller --micro-batch");
     add(o.precision.dtype == DType::f32, "--dtype bf16");
     add(o.precision.master && o.precision.dtype == DType::bf16 && !model.sharding.host_updates(), "--master none");
-    const bool shards = o.data_ranks() > 1 && o.data_parallel.compress.kind == Compression::none;
+    const bool shards = o.sharding_ranks() > 1 && o.data_parallel.compress.kind == Compression::none;
     add(!pipeline && shards && o.data_parallel.zero < 3 && !o.data_parallel.naive, "--zero 3");
     add(!pipeline && o.offload == Offload::none, "--offload");
     return ways + "a shorter --seq, a smaller --model or another --optimizer";
