@@ -302,7 +302,7 @@ ifeq ($(DEVICE),cpu)
   LIBRARY_OBJECTS += $(patsubst %.cpp,$(BUILD)/%.o,$(filter-out cpu/rewrite.cpp cpu/count_bytes.cpp,$(wildcard cpu/*.cpp)))
 endif
 
-.PHONY: all programs tests test account count gpu-choices gpu-window test-ranks test-readme run_tests debug dev bench-cpu bench-inference bench profile gpu-check gpu-bundle sanitize spills compiles fuzz format format-check house-check docs doctor help clean force $(PROGRAMS)
+.PHONY: all programs tests test account count gpu-choices gpu-window test-ranks test-readme debug dev bench-cpu bench-inference bench profile gpu-check gpu-bundle sanitize spills compiles fuzz format format-check house-check docs doctor help clean force $(PROGRAMS)
 all: $(PROGRAMS)
 programs: $(PROGRAMS:%=$(BUILD)/%)
 tests: $(BUILD)/run_tests $(TEST_PROGRAMS:%=$(BUILD)/%) dev

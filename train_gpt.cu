@@ -31,7 +31,7 @@ void train_step(Trainer& t, const BatchReader& data, int64_t step) {
     });
     update_weights(t, step);   // the optimizer's step in float32, and its 16-bit copy for the next forward
     t.world.end_step();        // for traces: evaluation and samples are not a part of it
-    request_numbers(t, step);  // loss and norm; a norm that is infinite: nothing was updated
+    request_numbers(t, step);  // loss and norm; a norm that is not finite: nothing was updated
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

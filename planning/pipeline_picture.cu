@@ -1,5 +1,5 @@
-// pipeline_picture.cu: schedules of pipelines as a picture: a panel each, a lane per rank, time to the right. Below a
-// lane the activations that the rank keeps. Outlined: the critical path, the actions that the end waits for.
+// planning/pipeline_picture.cu: schedules of pipelines as a picture: a panel each, a lane per rank, time to the right.
+// Below a lane the activations that the rank keeps. Outlined: the critical path, the actions that the end waits for.
 #include "planning/planning.h"
 
 #include <algorithm>

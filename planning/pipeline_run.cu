@@ -1,4 +1,4 @@
-// pipeline_run.cu: what a run did beside what its schedule says: the spans of its actions out of a trace, the
+// planning/pipeline_run.cu: what a run did beside what its schedule says: the spans of its actions out of a trace, the
 // simulation with the times that they took, and the account.
 #include "io/json.h"
 #include "planning/planning.h"

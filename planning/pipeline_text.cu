@@ -1,4 +1,4 @@
-// pipeline_text.cu: --draw: a schedule of pipelines as text, a row per rank, time to the right.
+// planning/pipeline_text.cu: --draw: a schedule of pipelines as text, a row per rank, time to the right.
 //
 //     rank 0  F0 F1 F2       BW0-- F3 BW1-- ...   F3: forward of micro-batch 3; B: backward by input, W: by weight,
 //     rank 1     F0 F1 BW0-- F2 BW1--             BW: both at once; small letters: the second stage of a rank

@@ -1,4 +1,4 @@
-// pipeline_trace.cu: pipelines for Perfetto (ui.perfetto.dev).
+// planning/pipeline_trace.cu: pipelines for Perfetto (ui.perfetto.dev).
 #include "io/json.h"
 #include "planning/planning.h"
 

@@ -19,7 +19,8 @@ std::vector<int32_t> sample(Engine& engine, const std::vector<int32_t>& prompt, 
     bool go_on = true;
     for (uint64_t part = 0; go_on && n > 0; ++part) {
         const size_t before = text.size();
-        // The model has seen no longer texts than T tokens: where one is full, its second half begins the next.
+        // The engine holds T tokens, as many as the model saw in training or fewer. Where a text is full, its second
+        // half begins the next.
         Request request;
         request.prompt.assign(text.end() - static_cast<std::ptrdiff_t>(text.size() < T ? text.size() : T / 2),
                               text.end());
