@@ -197,7 +197,8 @@ void add_memory_options(CommandLine& line, TrainOptions& o, TypedFlags& typed) {
                   "tensor, exist for one part at a time");
     memory.option("--offload", typed.offload,
                   "keep on the host: optimizer (states and master weights, updated there; during the backward with "
-                  "--clip 0, otherwise after it, when the norm is known), params (also the weights; needs --zero 3), "
+                  "--clip 0 but for fp16, otherwise after it, when the norm is known), params (also the weights; needs "
+                  "--zero 3), "
                   "unified (pages that move)");
     memory.flag("--plan", o.plan, "print the bytes, FLOPs and seconds of this run, and end");
     memory.flag(
@@ -214,9 +215,10 @@ void add_rank_options(CommandLine& line, TrainOptions& o, TypedFlags& typed) {
     Heading ranks{line, "Ranks"};
     ranks.option("--ranks", o.ranks.ranks,
                  "number of ranks, as threads of this process; 0: one, or the processes that mpirun -np N starts");
-    ranks.option("--tp", o.tp,
-                 "tensor parallelism: this many ranks divide each layer, its heads, columns and tokens; the others, if "
-                 "any, divide the batch");
+    ranks.option(
+        "--tp", o.tp,
+        "tensor parallelism: this many ranks divide each layer, its heads, columns and vocabulary; the others, if "
+        "any, divide the batch");
     ranks.option(
         "--tp-mode", typed.tp_mode,
         "what a rank of --tp has of each layer: 1d, 2d (4, 9, ... ranks), 2.5d (8, 18, ...) or 3d (8, 27, ...)");
@@ -238,7 +240,7 @@ void add_rank_options(CommandLine& line, TrainOptions& o, TypedFlags& typed) {
                  "ddp, or naive: rank 0 collects, updates and sends (slow: for comparison)");
     ranks.option("--bucket-mib", o.data_parallel.bucket_mib, "ddp: gradients that are all-reduced together");
     ranks.option("--compress", typed.compress,
-                 "ddp: gradients travel as bf16, fp8, powersgd (low rank) or 1bit; none: float32");
+                 "ddp: gradients travel as bf16, fp8, powersgd (low rank) or 1bit; none: as --grad-dtype");
     ranks.option("--compress-rank", o.data_parallel.compress.rank,
                  "powersgd: rank of the approximation of a matrix, 1 to 16");
     ranks.option("--comm", o.ranks.comm, "transport of the messages: auto, threads, mpi or nccl");
@@ -298,7 +300,7 @@ void add_data_options(CommandLine& line, TrainOptions& o) {
         "--steps", o.steps,
         "updates in the whole run; with --resume the run becomes longer or shorter: constant and wsd go on, and "
         "what is left of cosine and linear is stretched; or give --schedule, and a new one begins");
-    data.option("--seed", o.seed, "of the initial weights and of the order of the data");
+    data.option("--seed", o.seed, "of the initial weights, the order of the data, stochastic rounding and the samples");
 }
 
 void add_optimizer_options(CommandLine& line, TrainOptions& o, TypedFlags& typed) {
@@ -346,7 +348,7 @@ void add_output_options(CommandLine& line, TrainOptions& o) {
                 "also keep the checkpoint with the lowest validation loss; it is saved when it is found");
     output.option("--log-every", o.log_every,
                   "steps between lines of progress; 0: every step, in a terminal on one line that changes");
-    output.flag("--verbose", o.verbose, "also print how each matrix product is computed");
+    output.flag("--verbose", o.verbose, "with --tune-matmul on: also print how each matrix product is computed");
     output.option("--stop-after", o.stop_after,
                   "save and end after this step, as Ctrl-C would; the schedule is that of --steps");
     output.flag("--resume", o.resume, "continue the run in --out, bit for bit; the folder and the data may have moved");
