@@ -34,10 +34,13 @@ Shown shown() {
     int end = 0;
     std::sscanf(text, "%d,%d.%d,%d%n", &s.multiprocessors, &s.major, &s.minor, &s.shared_kib, &end);
     if (end == 0 || text[end] || s.multiprocessors < 1 || s.major < 1 || s.minor < 0 || s.shared_kib < 48 ||
-        s.shared_kib > 227)
-        report(std::string("CUDA_CPU_GPU=") + text +
-               " is not the multiprocessors, the compute capability and the KiB of shared memory of a block (48 to " +
-               "227) of a GPU, as in 132,9.0,227");
+        s.shared_kib > 227) {
+        std::fprintf(stderr,
+                     "CUDA_CPU_GPU=%s is not the multiprocessors, the compute capability and the KiB of shared memory "
+                     "of a block (48 to 227) of a GPU, as in 132,9.0,227\n",
+                     text);
+        std::_Exit(2);
+    }
     return s;
 }
 
