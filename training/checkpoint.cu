@@ -258,8 +258,9 @@ void write_states(const Trainer& t, const std::string& path) {
 
 // The errors are those of a rank's part of the gradients, of its sequences. Of weights that several ranks have, a rank
 // compresses the whole gradient or, where the ranks add it up afterwards, a part: of a norm with --sp, of a tied
-// embedding's ends where Pipeline::reduce_gradients adds them last. Errors of the one are none of the other: added to
-// the whole gradient, errors of parts, which are different on each rank, would make one weight different ones.
+// embedding's ends where Pipeline::reduce_gradients adds them last. Errors of one kind cannot take the place of the
+// other: those of parts differ from rank to rank, and in a sum that all ranks need alike they would give them different
+// weights.
 std::string compression_file(const Trainer& t) {
     std::string name = t.options.tp > 1 ? "compression " + division(t) : "compression";
     if (t.options.sp) name += " sp";
