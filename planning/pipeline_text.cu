@@ -1,7 +1,10 @@
 // planning/pipeline_text.cu: --draw: a schedule of pipelines as text, a row per rank, time to the right.
 //
-//     rank 0  F0 F1 F2       BW0-- F3 BW1-- ...   F3: forward of micro-batch 3; B: backward by input, W: by weight,
-//     rank 1     F0 F1 BW0-- F2 BW1--             BW: both at once; small letters: the second stage of a rank
+//     rank 0  F0 F1       BW0-- F2 BW1-- F3 BW2--    BW3--
+//     rank 1     F0 BW0-- F1 BW1-- F2 BW2-- F3 BW3--
+//
+// F3: forward of micro-batch 3; B: backward by input, W: by weight, BW: both at once; small letters: the second stage
+// of a rank.
 //
 // A column is so much time that each action has room for its name. Rows that are wider than the terminal are cut, and
 // go on below; a name that begins before the cut is written in full there.
