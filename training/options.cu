@@ -340,7 +340,8 @@ void add_output_options(CommandLine& line, TrainOptions& o) {
     output.option("--val-every", o.val_every,
                   "steps between evaluations, with --init also before the first step; 0: only at the end");
     output.option("--val-sequences", o.val_sequences, "sequences of held-out text per evaluation");
-    output.option("--sample", o.sample_tokens, "tokens of text to generate before and after training; 0: none");
+    output.option("--sample", o.sample_tokens,
+                  "tokens of text to generate before and after training, in at most 10 s; 0: none");
     output.option("--temperature", o.temperature, "divides the sample's logits: below 1 likely tokens come more often");
     output.option("--save-every", o.save_every, "steps between checkpoints; 0: only at the end");
     output.option("--keep", o.keep, "checkpoints to keep; 0: all");
