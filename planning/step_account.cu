@@ -126,7 +126,7 @@ void check_can_account(const Trainer& t) {
     const TrainOptions& o = t.options;
     const char* reason = nullptr;
     if (o.offload != Offload::none)
-        reason = "with --offload the host works, too, and the step is not a row of launches";
+        reason = "with --offload the host works, too, and the step is not a row of launches: leave --offload out";
     if (o.data_parallel.zero > 0 || o.data_parallel.naive)
         reason = "it is that of one rank, which divides nothing: leave --zero and --dp-mode out";
     if (o.attention == FlashTier::hopper && o.device_spec != "this" &&

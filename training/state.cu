@@ -195,6 +195,12 @@ ResumedSchedule resumed_schedule(const TrainOptions& o, const RunState& saved) {
             concat(change, " (learning rate ", before, " in step ", step, ", ", after, " in step ", step + 1, ")")};
 }
 
+// fault: what is wrong with the newest one.
+[[noreturn]] static void fail_without_checkpoint(const std::string& fault, const std::string& run) {
+    fail(fault, "; no checkpoint in ", run,
+         "/checkpoints can be used: repair what this line names, or start again with another --out");
+}
+
 std::string readable_checkpoint(const std::string& run) {
     const std::vector<std::string> checkpoints = find_checkpoints(run);
     check(!checkpoints.empty(), "--resume: there is no checkpoint in ", run,
@@ -208,7 +214,7 @@ std::string readable_checkpoint(const std::string& run) {
             if (first_error.empty()) first_error = reason_of(error);
         }
     }
-    fail(first_error);
+    fail_without_checkpoint(first_error, run);
 }
 
 std::string whole_checkpoint(Comm& world, const std::string& run) {
@@ -225,6 +231,5 @@ std::string whole_checkpoint(Comm& world, const std::string& run) {
                          fault.c_str(), folder.c_str());
         return world.size > 1 ? broadcast_text(world, folder) : folder;
     }
-    fail(fault, "; no checkpoint in ", run,
-         "/checkpoints can be used: repair what this line names, or start again with another --out");
+    fail_without_checkpoint(fault, run);
 }
