@@ -35,8 +35,8 @@ struct DeviceSpec {
     // What large products of random 16-bit numbers, and copies, reach.
     double reached_f16, reached_bytes;
     const char* reached_source;
-    // All but the products takes this many times as long as its bytes, at least and at most, and then products wait.
-    // 0: it takes as long as its bytes, at the same time as products.
+    // Of a CPU: all kernels but the products take this many times as long as a copy of their bytes, at least and at
+    // most, and no product runs meanwhile. 0, a GPU: as long as the copy, and products may run at the same time.
     double rest_least = 0, rest_most = 0;
     int sm_count = 0;          // streaming multiprocessors
     int block_shared_kib = 0;  // shared memory that a block may ask for

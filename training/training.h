@@ -105,7 +105,8 @@ struct TrainOptions {
     // Must an update wait for the norm of all gradients? To clip by it, or because float16 may have overflowed.
     bool updates_after_norm() const { return clip > 0 || precision.dtype == DType::f16; }
 
-    // What decides the loss curve, as flag -> value: kept in checkpoints, so that a resumed run is the same run.
+    // What belongs to the run, above all what decides its loss curve, as flag -> value: kept in checkpoints, so that a
+    // resumed run is the same run.
     std::map<std::string, std::string> identity;
     std::map<std::string, std::string> of_this_call;  // all other flags: what ranks must have been given alike as well
 };
@@ -562,12 +563,15 @@ void update_weights(Trainer& trainer, int64_t step);
 void update_units(Trainer& trainer, const Model& model, double lr, int64_t n_updates);
 // Before a step that is launched when the one before has been read: it begins now.
 void note_start(Trainer& trainer);
-// Asks the device for the step's loss and norm, after its work. One rank finds here whether it was asked to stop.
+// Asks the device for the step's loss and norm, after its work. A run of one rank finds here whether it was asked to
+// stop.
 void request_numbers(Trainer& trainer, int64_t step);
-// Waits until they are there. Error if the loss or, except in float16, the norm is not finite.
+// Waits until they are there. Error if the loss or the norm is not finite, except in float16: there a step whose norm
+// is not finite is skipped.
 StepResult read_back(Trainer& trainer, const BatchReader& data, int64_t step);
 // diagnosis.cu: what is known of a step whose loss or gradients are not finite, and what to do, in one line. Runs its
-// forward again, to find the sequences that it comes from.
+// forward again, to find the sequences that it comes from (not in a pipeline, nor where the weights have been updated
+// already: --offload with --clip 0). Collective, but for these.
 std::string explain_not_finite(Trainer& trainer, const BatchReader& data, int64_t step, double loss, double norm);
 
 // For evaluation too. Tokens and targets of a sequence, of which this rank has some, to row `row` of the host's memory;
@@ -595,8 +599,8 @@ bool saves_after(const TrainOptions& options, int64_t step);
 
 // The same memory for rows whose documents are not masked.
 Activations without_documents(const Trainer& trainer, const Activations& acts);
-// evaluation.cu: mean loss over the first n_sequences of the held-out text. Documents are never masked here, so that
-// runs can be compared. Collective.
+// evaluation.cu: mean loss (nats per token) over the first n_sequences of the held-out text, or over all that it has.
+// Documents are never masked here, so that runs can be compared. Collective.
 double evaluate(Trainer& trainer, const BatchReader& data, int64_t n_sequences);
 // Is this validation loss lower than all before? Then it is Trainer::best from now on.
 bool note_best(Trainer& trainer, int64_t step, double val_loss);
@@ -618,10 +622,10 @@ bool writes_checkpoint_files(const Trainer& trainer);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // sample.cu: continues `prompt` by `n` tokens, drawn from softmax(logits / temperature) with Philox (seed, position).
-// `token_ready` sees each token; false ends the text. Collective where the model's weights are sharded.
+// `token_ready` sees each token; false ends the text. Collective where ranks shard or divide the model's weights.
 
-// For one text of at most --seq tokens, of 256, and of as many as the model has positions (with rotary positions --seq
-// may be larger than that). When it is full, its second half begins the next one.
+// For one text at a time, of at most 256 tokens: fewer where --seq or the number of the model's positions is smaller.
+// (With rotary positions --seq may be larger than that number.) When a text is full, its second half begins the next.
 EngineOptions sample_engine(const TrainOptions& options, const Config& config);
 std::vector<int32_t> sample(Engine& engine, const std::vector<int32_t>& prompt, int64_t n, double temperature,
                             uint64_t seed, const std::function<bool(int32_t)>& token_ready);
