@@ -19,7 +19,6 @@
 // Only compression's errors belong to a number of ranks, and to their parts of the gradients: with others they start at
 // 0 again, and the run says so.
 #include "io/list_folder.h"
-#include "parallel/comm/transport.h"
 #include "training/training.h"
 
 #include <algorithm>

@@ -15,8 +15,6 @@
 // ranks.
 #include "training/training.h"
 
-#include "parallel/comm/transport.h"
-
 #include <algorithm>
 #include <numeric>
 
