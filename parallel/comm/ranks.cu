@@ -15,7 +15,7 @@
 
 namespace {
 
-// What mpirun and its kin tell the processes that they start: OpenMPI; MPICH and Intel MPI.
+// What mpirun tells the processes that it starts, as environment variables: that of Open MPI; of MPICH and Intel MPI.
 const char* launcher_value(const char* open_mpi, const char* mpich) {
     const char* value = std::getenv(open_mpi);
     return value ? value : std::getenv(mpich);

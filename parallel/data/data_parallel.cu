@@ -74,7 +74,7 @@ namespace {
 
 std::unique_ptr<Scheme> make_scheme(CommStream& stream, const DataParallelOptions& options) {
     check(options.zero >= 0 && options.zero <= 3, "--zero ", options.zero, ": use 0, 1, 2 or 3");
-    check(!options.naive || options.zero == 0, "--dp-mode naive keeps everything on rank 0: leave --zero out");
+    check(!options.naive || options.zero == 0, "--dp-mode naive keeps all states with rank 0: leave --zero out");
     check(options.bucket_mib > 0, "--bucket-mib ", options.bucket_mib, ": it must be more than 0");
     const bool compresses = options.compress.kind != Compression::none;
     check(!compresses || (options.zero == 0 && !options.naive),

@@ -19,9 +19,9 @@
 //     host                                              [AdamW 0] [AdamW 1] [AdamW 2] ...
 //     to_device                                                   [weights 0] [weights 1] ...
 //
-// The same bits either way: each element's update is the same function of the same numbers. On the CPU device they are
-// those of an update without offloading, too; for a GPU nvcc joins multiplications and additions of that function,
-// which then round once, and g++ does not (optim/adam_host.cu).
+// The same bits either way, and those of an update without offloading: each element's update is the same function of
+// the same numbers (optim/adam.h). Neither g++ nor, for Adam's kernels (-fmad=false in the Makefile), nvcc joins a
+// multiplication and an addition of that function, which would then round once instead of twice.
 //
 // Who may touch what. The pinned gradients of a unit are written by to_host and read by host; masters, m, v and the
 // pinned copies are host's alone, and to_device reads them after it. Device weights are written by to_device after the
