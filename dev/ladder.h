@@ -334,7 +334,7 @@ inline LadderOptions parse_ladder_options(int argc, char** argv, const LadderInf
         } else if (flag == "--dtype") {
             const DType dtype = dtype_from_name(value());
             check(std::count(info.dtypes.begin(), info.dtypes.end(), dtype) > 0, "--dtype ", dtype_name(dtype),
-                  ": this ladder is not written for it");
+                  ": this ladder is not written for it; see --help");
             options.dtypes = {dtype};
         } else if (flag == "--size") {
             std::string numbers = value();

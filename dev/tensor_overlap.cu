@@ -4,7 +4,7 @@
 //   run      make dev && build/cpu/dev/tensor_overlap
 //            (--ranks 4 --rows 512 --width 256 --hidden 1024 --rounds 5)
 //   debug    make DEBUG=1 DEVICE=cpu dev &&
-//            gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/tensor_overlap --rows 8
+//            gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/tensor_overlap --rows 32
 //
 //     1  all-reduce          x is whole on each rank; after the second product the parts of y are added everywhere
 //     2  gather, scatter     x and y are divided by rows (--sp): gather, multiply; multiply, reduce-scatter. As many
@@ -151,6 +151,8 @@ Sizes parse(int argc, char** argv) {
     check(sizes.ranks >= 2, "--ranks ", sizes.ranks, ": at least 2 have something to send");
     check(sizes.rows % sizes.ranks == 0 && sizes.hidden % sizes.ranks == 0, "--rows ", sizes.rows, " and --hidden ",
           sizes.hidden, " cannot be divided among ", sizes.ranks, " ranks");
+    check(sizes.rows % (8 * sizes.ranks) == 0, "--rows ", sizes.rows, ": a rank has ", sizes.rows / sizes.ranks,
+          " of them, and --tp-overlap needs a multiple of 8: use a multiple of ", 8 * sizes.ranks);
     return sizes;
 }
 
