@@ -18,6 +18,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
@@ -31,7 +32,9 @@ namespace {
 
 constexpr size_t kStackBytes = 256 << 10;  // only the pages that are touched are real memory
 constexpr unsigned kStacksPerSlab = 32;
-constexpr unsigned kGuardedStacks = 128;  // an OS thread's first stacks always have a guard page (see add_stacks)
+constexpr unsigned kGuardedStacks = 128;  // an OS thread's first stacks have a guard page (see add_stacks)
+constexpr unsigned kMostGuards = 24000;   // of all OS threads together: each is two mappings more
+std::atomic<unsigned> n_guards{0};
 constexpr unsigned kWarp = 32;
 constexpr unsigned kMaxWarps = 32;  // a block has at most 1024 threads
 
@@ -134,6 +137,7 @@ class Block {
     FiberList pool_;                    // fibers whose stacks are free
     std::vector<Fiber*> all_;
     std::vector<char*> slabs_;
+    unsigned n_guards_ = 0;  // of these stacks
 
     unsigned n_arrived_ = 0;
     FiberList at_barrier_;
@@ -258,7 +262,9 @@ void Block::finish_fiber() {
 // Nothing is wrong with the kernel, and none of its threads could take an exception.
 [[noreturn]] void end_for_lack_of_memory(const std::string& what) {
     std::fflush(stdout);
-    std::fprintf(stderr, "CUDA on the CPU: no memory for %s: allow more (ulimit -v), or use fewer threads\n",
+    std::fprintf(stderr,
+                 "CUDA on the CPU: no memory for %s: allow more (ulimit -v, sysctl vm.max_map_count), or use fewer "
+                 "threads (OMP_NUM_THREADS, --ranks)\n",
                  what.c_str());
     std::_Exit(2);
 }
@@ -269,9 +275,9 @@ Fiber* Block::fresh_fiber() {
 }
 
 // Below a stack lies a page that faults, so that a stack overflow does not overwrite the next stack. The system allows
-// a process only about 65 000 mappings, and a machine may have a hundred cores: so only the first stacks of an OS
-// thread, which every block uses first, have this page. In strict mode, where one OS thread runs all of a grid, each
-// stack has it.
+// a process only about 65 000 mappings, and a machine may have hundreds of cores, or a job hundreds of ranks: so only
+// the first stacks of an OS thread, which every block uses first, have this page, and only those of the first 187 OS
+// threads. In strict mode, where one OS thread runs all of a grid, each of its stacks has it.
 void Block::add_stacks() {
     constexpr size_t bytes = kStacksPerSlab * kStackBytes;
     char* slab = static_cast<char*>(
@@ -280,7 +286,10 @@ void Block::add_stacks() {
     slabs_.push_back(slab);
     for (unsigned i = 0; i < kStacksPerSlab; ++i) {
         char* stack = slab + i * kStackBytes;
-        if (strict || all_.size() < kGuardedStacks) mprotect(stack, page_bytes(), PROT_NONE);
+        if ((strict || all_.size() < kGuardedStacks) && n_guards < kMostGuards) {
+            mprotect(stack, page_bytes(), PROT_NONE);
+            ++n_guards, ++n_guards_;
+        }
         // If all stacks started at the same offset in 4 KiB, their most used parts would compete for the same cache
         // lines.
         const size_t offset = all_.size() * 640 % 4096;
@@ -297,6 +306,7 @@ void Block::add_stacks() {
 
 Block::~Block() {
     for (char* slab : slabs_) munmap(slab, kStacksPerSlab * kStackBytes);
+    n_guards -= n_guards_;
     for (Fiber* fiber : all_) delete fiber;
     std::free(shared_);
     for (const auto& [bytes, guarded] : guarded_shared_) guarded_free(guarded);

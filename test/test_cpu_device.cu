@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <latch>
 #include <random>
 #include <thread>
 
@@ -341,6 +342,28 @@ TEST_CASE("a block for whose shared memory the machine has no memory ends the pr
     CHECK((WIFEXITED(status) && WEXITSTATUS(status) == 2));
     CHECK(line.find("no memory for the shared memory of kernel 'two_shared_kernel'") != std::string::npos);
     CHECK(line.find('\n') == line.size() - 1);
+}
+
+// In a child process, which ends with status 2 where the system has no mapping left for the pages below their stacks.
+TEST_CASE("hundreds of OS threads have stacks for blocks of 128 threads at the same time", "[cpu]") {
+    constexpr int kOsThreads = 300;
+    const pid_t child = fork();
+    if (child == 0) {
+        std::latch all(kOsThreads);
+        std::vector<std::thread> threads;
+        for (int i = 0; i < kOsThreads; ++i)
+            threads.emplace_back([&all] {
+                int values[128] = {};
+                reverse_kernel<7><<<1, 128>>>(values);
+                cudaDeviceSynchronize();
+                all.arrive_and_wait();
+            });
+        for (std::thread& thread : threads) thread.join();
+        _exit(0);
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    CHECK((WIFEXITED(status) && WEXITSTATUS(status) == 0));
 }
 #endif
 
