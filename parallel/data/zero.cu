@@ -27,7 +27,7 @@
 //
 //     stage 1   P (G + W)        for W = G ddp's 2 P G: an all-reduce is a reduce-scatter and an all-gather
 //     stage 2   P (M G + W)
-//     stage 3   P (M G + 2 M W)  about: forward and backward each gather what is not in a buffer any more
+//     stage 3   P (M G + 2 M W)  at most: forward and backward each gather what is not in a buffer any more
 #include "parallel/comm/transport.h"
 #include "parallel/data/data.h"
 
