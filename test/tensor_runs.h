@@ -1,7 +1,7 @@
 // test/tensor_runs.h: whole runs with tensor parallelism, for comparison with those of one process.
 //
 // A run with --tp computes what one process does, but for the order in which the ranks' parts of a sum are added. With
-// momentum, which is linear in the gradients, losses of 10 steps then differ by some 1e-7 and the weights by 1e-6 at
+// momentum, which is linear in the gradients, losses of 20 steps then differ by some 1e-7 and the weights by 1e-6 at
 // most; AdamW would make much of the gradients that are 0 but for rounding (of GPT-2's key biases, for example).
 #pragma once
 
