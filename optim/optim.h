@@ -284,7 +284,7 @@ std::unique_ptr<Optimizer> make_optimizer(const std::string& name, Arena& arena,
 std::unique_ptr<Optimizer> make_optimizer(const std::string& name, Arena& arena, const std::vector<Param>& params,
                                           int64_t n, const OptimizerOptions& options);
 // adam_host.cu: adam and adamw on the host's cores, for states that do not fit on the device (--offload). The same
-// updates, bit for bit those of the CPU device. Arena, weights, gradients and norm_scale are pinned host memory, and
+// updates, bit for bit those on the device. Arena, weights, gradients and norm_scale are pinned host memory, and
 // step() puts the update on the stream, as a host function that reads them when the stream gets there; only one at a
 // time may be under way. Values are f32, with a copy or without; bf16 alone, and another name, is an Error.
 std::unique_ptr<Optimizer> make_host_optimizer(const std::string& name, Arena& arena,

@@ -1,13 +1,17 @@
 // parallel/comm/comm.h: ranks, and how they talk to each other.
 //
-// A rank is one of n workers that run the same program on different data; it has a device of its own (core.h:
-// device()). Ranks talk in two ways: a message goes from one to another (send, recv); in a collective all of them take
-// part, and the name says what each of them has afterwards. One rank, the root, may be the one that gives or gets:
+// A rank is one of n workers that run the same program on different data; it has a device (core.h: device()), which it
+// shares where there are more ranks than GPUs. Ranks talk in two ways: a message goes from one to another (send, recv);
+// in a collective all of them take part, and the name says what each of them has afterwards. In some of them one rank,
+// the root, is the one that gives or gets:
 //
-//     all_reduce      every rank gets the sum          reduce_scatter: an n-th of it each;   reduce: the root alone
-//     all_gather      every rank gets the numbers of all ranks       broadcast: the root's numbers alone
-//     all_to_all      piece j of rank i becomes piece i of rank j (a matrix of pieces is transposed)
-//     shift           every rank gets the numbers of the rank before it
+//     all_reduce       every rank gets the sum of all ranks' numbers
+//     reduce_scatter   every rank gets an n-th of that sum
+//     reduce           the root gets that sum
+//     all_gather       every rank gets the numbers of all ranks
+//     broadcast        every rank gets the root's numbers
+//     all_to_all       piece j of rank i becomes piece i of rank j (a matrix of pieces is transposed)
+//     shift            every rank gets the numbers of the rank before it
 //
 // all_reduce = reduce_scatter + all_gather. For N bytes the rank that sends most must send at least
 //
@@ -67,7 +71,7 @@ struct Traffic {
 
 // A group of ranks that talk to each other. Every member makes the same calls in the same order; each call is put on a
 // stream, like a kernel, and takes place when the stream gets there. Calls of one communicator never overlap, on
-// whatever streams they are. (Two communicators do: split() the one for the overlap.)
+// whatever streams they are. (Those of two communicators may: split() makes a second one.)
 //
 // Tensors lie on the device; out and inp have the same dtype: f32, bf16, f16 or i32. Their shapes do not matter, their
 // n does. Sizes may be 0, and differ from rank to rank only where said. out may be inp ("in place"); out and inp must
@@ -90,7 +94,7 @@ class Comm {
     // Does all_reduce add in the order of the ranks? Then an element's sum does not depend on its place in the tensor.
     bool adds_in_rank_order() const;
     // inp: size equal pieces; out = piece `rank` of the reduction. In place: out is that piece of inp
-    // (whose others are lost).
+    // (whose other pieces may be overwritten).
     void reduce_scatter(Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream);
     // out: size equal pieces; piece j = inp of rank j. In place: inp is piece `rank` of out.
     void all_gather(Tensor out, Tensor inp, cudaStream_t stream);
@@ -110,7 +114,8 @@ class Comm {
     // where messages that cross (I send to you, you send to me) go between group_start() and group_end().
     void send(Tensor tensor, int to, cudaStream_t stream);
     void recv(Tensor tensor, int from, cudaStream_t stream);
-    // Does recv() return only when its message is there? Where bytes pass through the host, and streams run at once.
+    // Does recv() return only when its message is there? On a GPU where messages pass through the host's memory, and on
+    // the CPU device where streams do their work at once.
     bool recv_waits_on_host(cudaStream_t stream) const;
     void group_start();
     void group_end();
@@ -144,7 +149,8 @@ class Comm {
     int node_of(int member) const;
     // How many ranks, with this one, take memory from this rank's device: on a CPU all of its machine.
     int sharers_of_device() const;
-    // Bytes that this rank has sent and received so far, through all its communicators.
+    // Bytes that this rank has sent and received so far, through all its communicators. NCCL's own collectives count as
+    // those of a ring, and their sums of 16-bit numbers, which travel in float32, as 16 bits.
     Traffic traffic() const;
 
     // Device memory for pieces on their way. It is counted before the first call, and taken once:
@@ -161,8 +167,9 @@ class Comm {
     RankState& state() { return *state_; }
     // Is this call only counted? Then it returns as soon as it has asked for its scratch memory.
     bool counting() const { return counting_; }
-    // Memory on the device, one buffer per slot 0 to 2, for this call only. The same n, or a smaller one, must be
-    // enough for every smaller call: piece_of(n, size, 0), the longest piece, not the piece of this rank.
+    // Memory on the device, one buffer per slot 0 to 2, for this call only. What is counted for a tensor must be enough
+    // for every smaller one, of which this rank may have a longer piece: so ask for the longest piece of all ranks,
+    // piece_of(n, size, 0).
     Tensor scratch(int slot, DType dtype, int64_t n);
     // A fixed buffer of this many i32, taken with the communicator: what the hosts tell each other (host_messages.cu).
     static constexpr int64_t kHostWords = 4096;
@@ -269,8 +276,8 @@ struct RankOptions {
     bool planning = false;  // run f once, as rank 0 of this many ranks that do not exist: it may count, but not send
 };
 
-// Runs f on every rank, and returns when all have ended. Call it once, from main, with all the work inside f; as
-// threads several times.
+// Runs f on every rank, and returns when all have ended. Call it once, from main, with all the work inside f. (Where
+// ranks are threads it may be called again when it has returned.)
 //
 //   - Under mpirun each process is one rank. Otherwise --ranks threads of this process are, each with its own device:
 //     on the CPU as many as there are ranks, each with its share of the cores; GPUs are shared if there are fewer.

@@ -1,6 +1,6 @@
 // parallel/comm/transport.h: how bytes travel from rank to rank: what comm.cu and the algorithms see of it, and what a
-// transport is made of. Used inside parallel/ only, but for --trace (its steps, which training/ checks, and its events,
-// which planning/ draws), and where training/pipeline.cu asks whether sums are in the order of the ranks (has_native).
+// transport is made of. Used inside parallel/ only, but for --trace: its steps, which training/ checks, and its events,
+// which planning/ draws.
 //
 //     Transport ── HostTransport ── transport_threads.cu     mailboxes in memory
 //               │                └─ transport_mpi.cu         MPI
@@ -189,7 +189,8 @@ class Transport {
     // NCCL the host does wait in the first message from one member to another, until the other's host has come to it.
     virtual void send(const void* data, size_t bytes, int to, cudaStream_t stream) = 0;
     virtual void recv(void* data, size_t bytes, int from, cudaStream_t stream) = 0;
-    // Does recv return only when its message is there? On the CPU device where streams do their work at once.
+    // Does recv return only when its message is there? On the CPU device where streams do their work at once; of a
+    // HostTransport also on a GPU.
     virtual bool recv_waits_on_host(cudaStream_t stream) const;
     virtual void group_start() {}
     virtual void group_end() {}
@@ -239,7 +240,7 @@ class HostTransport : public Transport {
     void begin(cudaStream_t stream) override;
     void end(cudaStream_t stream, size_t bytes) override;
 
-    // Messages of the host itself, outside of any stream; waits for them to arrive.
+    // Messages of the host itself, outside of any stream. send_host returns at once; recv_host waits for its message.
     void send_host(const std::string& text, int to);
     std::string recv_host(int from);
 

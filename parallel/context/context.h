@@ -40,7 +40,8 @@ ZigZag make_zigzag(int64_t T, int n);
 // ---------------------------------------------------------------------------------------------------------------------
 // Attention of queries, keys and values of which each rank has the rows of its tokens. Arguments as in
 // flash_attention_forward and flash_attention_backward, of this rank's rows; options.documents are those of whole
-// sequences, (B, whole T, 2). Collective.
+// sequences, (B, whole T, 2). lse (B, H, rows()) f32 is what forward leaves for backward: with ulysses these are the
+// numbers of this rank's heads, (B, H / n, T). Collective.
 
 enum class ContextMode { ring, ulysses };
 ContextMode context_mode_from_name(const std::string& name);  // "ring", "ulysses"

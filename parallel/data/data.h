@@ -34,6 +34,9 @@
 //     zero 2     whole     shard       shard                         (2 + (2 + 12)/n) P
 //     zero 3     shard     shard       shard                         (2 + 2 + 12)/n P
 //                                                                   (Rajbhandari et al. 2020, arXiv:1910.02054)
+// Gradients take 4 bytes, not 2, where they are in float32: --grad-dtype, by default where a step has several
+// micro-batches on a rank, or --head-chunks.
+//
 // The layers need whole weights and gradients in every stage. Where a rank stores a shard, there are buffers for whole
 // units: two that the blocks use in turn, and those of the embedding and the head.
 
@@ -162,7 +165,8 @@ std::unique_ptr<Compressor> make_compressor(Comm& comm, const CompressOptions& o
 //     zero 3  weights, too, are gathered for as long as a unit needs them: before its forward and before its backward;
 //             the next unit's while this one computes
 //
-// A rank sends (n-1)/n of:  2 P with ddp and zero 1; with M micro-batches (M + 1) P with zero 2, about 3 M P with 3.
+// A rank sends (n-1)/n of:  2 P with ddp and zero 1; with M micro-batches (M + 1) P with zero 2, at most 3 M P with 3
+// (less what is still in a buffer when the backward, or the next micro-batch, needs it).
 //
 // naive and the three stages add the ranks' gradients in rank order, and ddp as --all-reduce says: `library` is rank
 // order without NCCL, and NCCL's own order with it (parallel/comm/comm.h). So without NCCL ddp and the three stages

@@ -143,8 +143,8 @@ struct Span {
 struct Simulation {
     std::vector<std::vector<Span>> ranks;  // in the order of the table
     double end = 0;                        // the last action's
-    // Share of the time in which a rank does nothing. The time is that from its first to its last action, of the rank
-    // where that is longest (Qi et al. 2023): a rank that is ready begins the next step.
+    // Share of the time in which ranks do nothing, the mean of all ranks. The time is that from a rank's first to its
+    // last action, of the rank where that is longest (Qi et al. 2023): a rank that is ready begins the next step.
     double bubble = 0;
     // (rank, place in ranks[rank]) of the actions that the end waits for, one after the other.
     std::vector<std::pair<int, size_t>> critical_path;
