@@ -396,7 +396,7 @@ void expect_fp8_sizes(Fp8Recipe recipe, int64_t N, int64_t C, int64_t O) {
     expect_multiple("model", kTokens, N, 16);
     constexpr int64_t kMost = int64_t{65535} * kTile;  // a GPU's grids have at most 65535 rows of blocks
     check(N <= kMost, "model: a micro-batch of ", N, " tokens, and the casts of fp8 take at most ", kMost,
-          ": use a smaller --micro-batch, or --dtype bf16");
+          ": use a smaller --micro-batch");
 }
 
 constexpr std::pair<Fp8Recipe, const char*> kRecipeNames[] = {{Fp8Recipe::none, "none"},
@@ -406,7 +406,7 @@ constexpr std::pair<Fp8Recipe, const char*> kRecipeNames[] = {{Fp8Recipe::none, 
 Fp8Recipe fp8_recipe_from_name(const std::string& name) {
     for (const auto& [recipe, its_name] : kRecipeNames)
         if (name == its_name) return recipe;
-    fail("unknown fp8 recipe '", name, "': use none, delayed, current or block");
+    fail("unknown fp8 recipe '", name, "': use delayed, current or block");
 }
 const char* fp8_recipe_name(Fp8Recipe recipe) { return kRecipeNames[static_cast<size_t>(recipe)].second; }
 

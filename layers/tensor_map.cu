@@ -17,7 +17,7 @@ Encode find_encode() {
     cudaCheck(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &result));
 #endif
     check(function && result == cudaDriverEntryPointSuccess,
-          "the driver has no cuTensorMapEncodeTiled: it is older than CUDA 12");
+          "the driver has no cuTensorMapEncodeTiled: it is older than CUDA 12: update it");
     return reinterpret_cast<Encode>(function);
 }
 
