@@ -62,7 +62,9 @@ void cuda_check(cudaError_t status, const char* expression, const char* file, in
             hint = concat("; the device has ", free_bytes >> 20, " MiB free of ", total_bytes >> 20,
                           " MiB: end what else uses it, or make the run smaller (--plan shows what it takes)");
     }
-    cudaGetLastError();  // clears the error, so that the next check does not report it again
+    // Clears the error, so that the next check does not report it again. (One that ends CUDA in this process
+    // stays: an illegal address, for example.)
+    cudaGetLastError();
     fail("CUDA: ", cudaGetErrorString(status), " (", cudaGetErrorName(status), ") from ", expression, " at ", file, ":",
          line, hint);
 }

@@ -1,4 +1,5 @@
-// Column sums: the gradient of a bias, and the last step in the gradient of a norm's scale.
+// Column sums: the gradient of a bias, where the product that reads dy does not form it (linear.cu). The kernels of the
+// norms end with the second of its two stages: the gradient of a scale.
 //
 //   y[n, c] = ... + b[c]      so      db[c] = sum over the N rows of dy[n, c]
 //

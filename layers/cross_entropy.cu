@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kMostRowThreads)
     its.start(first);
     const SoftmaxStatistics softmax = softmax_statistics<kN>([&](float(&x)[kN], int v) { its.load(x, v); }, V, scratch);
     // The thread that will overwrite the target's logit is the one that reads it: so no barrier is needed in between. A
-    // target beyond the vocabulary has no logit: its loss is NaN, and the training loop stops at that.
+    // target beyond the vocabulary has no logit: its loss is NaN, and training ends at that (not in fp16).
     const bool has_target = target / kN % static_cast<int>(blockDim.x) == static_cast<int>(threadIdx.x);
     const float target_logit = has_target && target < V ? to_float(x_row[target]) : NAN;
     if (has_target) losses[row] = logf(softmax.sum) + (softmax.max - target_logit);

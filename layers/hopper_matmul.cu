@@ -163,8 +163,8 @@ __device__ __forceinline__ void consume(Shared<kFinish>& shared, const TileGrid&
 // GELU here, for a result that is rounded to 16 bits, in half of the instructions that layers/gelu.cu takes:
 //
 //   y  = x s                           s = 1 / (1 + 2^(-v log2 e)), which is 0 where the power is infinite
-//   y' = s + x v' (s - s^2)            s - s^2 loses digits where s is almost 1: up to 2^-23, times x v' < 36, because
-//                                      from x = 5.1 on s is 1
+//   y' = s + x v' (s - s^2)            s - s^2 loses digits where s is almost 1: up to 2^-23, times x v' < 35, because
+//                                      from x = 5 on s is 1
 
 // s(v), for v = sqrt(8/pi) (x + 0.044715 x^3).
 __device__ __forceinline__ float sigmoid_of_gelu(float x, float square) {

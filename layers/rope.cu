@@ -72,7 +72,7 @@ double kept_share(int64_t i, double w, int64_t D, double base, const RopeScaling
         return n * std::log(positions / (turns * 2 * M_PI)) / (2 * std::log(base));
     };
     const double first = std::max(std::floor(point(fast)), 0.0), last = std::min(std::ceil(point(slow)), n - 1);
-    // If all points are fast, or all slow, the first lies behind the last, and YaRN's authors and transformers take
+    // If all points are fast, or all slow, the first may lie behind the last. Then YaRN's authors and transformers take
     // fast for slow, or slow for fast: models are trained so.
     const double length = first == last ? 0.001 : last - first;
     return 1 - std::clamp((static_cast<double>(i) - first) / length, 0.0, 1.0);

@@ -1,7 +1,7 @@
 // Clipping by the global norm.      (Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063)
 //
 //   norm  = unscale * sqrt(sum over all gradients of g^2)
-//   scale = unscale * min(1, max_norm / (norm + 1e-6))
+//   scale = unscale * min(1, max_norm / (norm + 1e-6))         1e-6 as in PyTorch: a norm of 0 is no divisor
 //
 // One bad batch can have gradients a hundred times the usual size. Scaling all of them by the same number keeps the
 // direction of the step and bounds its length; clipping each element by itself would change the direction. The update

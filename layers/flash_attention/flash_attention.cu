@@ -54,9 +54,9 @@
 // Nothing is shared between blocks, so there are no atomics, and each sum has one order: a run repeats bit for bit. The
 // cost is that the second kernel computes S and dP again: 7 products of T T D instead of 5. One kernel that adds to dq
 // with atomics takes 5/7 of the work, but adds in an order that differs from run to run. Two tiers have 5 products and
-// one order. On Hopper, where products are the limit, blocks add to dq in turns (hopper_backward.cu). On the CPU
-// device, which has few threads, one of them does all tiles of a head in order (flash_backward_kernel in
-// cores_backward.cu).
+// one order, for heads of up to 128 columns. On Hopper, where products are the limit, blocks add to dq in turns
+// (hopper_backward.cu). On the CPU device, which has few threads, one of them does all tiles of a head in order
+// (flash_backward_kernel in cores_backward.cu).
 //
 // WHERE THINGS ARE, for a head of D columns and tiles of R rows and N others:
 //

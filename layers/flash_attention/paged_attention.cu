@@ -12,7 +12,8 @@
 //
 // A block has one key head of one chunk. What a chunk's n tokens and the H/K query heads of this key head's group have
 // in common are the keys and values, so these n H/K queries are the rows of its tile, and each key is loaded once for
-// all of them. The rows stay in shared memory, kKeys keys and values at a time stream past:
+// all of them. (If they are more than a tile has, kRows at most, several blocks share them, and each loads the keys.)
+// The rows stay in shared memory, kKeys keys and values at a time stream past:
 //
 //     scores     S[r][j] = sum over columns x of  q[r][x] * keys[x][j]          lanes: kLanes keys side by side
 //     output     o[r][c] = o[r][c] 2^(m - m') + sum over keys j of  p[r][j] * values[j][c]      lanes: columns
