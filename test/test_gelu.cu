@@ -70,6 +70,18 @@ TEST_CASE("gelu keeps its digits in the negative tail", "[gelu]") {
     check_close(out.values(), y, (5 * v + 8) * kUnit, 0, "gelu of -9 to 0");
 }
 
+TEST_CASE("gelu's error is below 8 units of x", "[gelu]") {
+    std::vector<double> x;
+    for (double value = -12; value < 12; value += 1.0 / 1024) x.push_back(value);
+    const int64_t n = static_cast<int64_t>(x.size());
+    Buffer inp(DType::f32, {n}, x), out(DType::f32, {n});
+    gelu_forward(out, inp, device().stream);
+    const auto y = out.values();
+    for (size_t i = 0; i < x.size(); ++i)
+        if (!(std::abs(y[i] - gelu(x[i])) <= 8 * kUnit * std::abs(x[i])))
+            FAIL("gelu(" << x[i] << ") = " << y[i] << ", expected " << gelu(x[i]));
+}
+
 TEST_CASE("gelu far out is the identity and zero", "[gelu]") {
     for (DType dtype : kFloatDTypes) {
         const double far = dtype == DType::f16 ? 6e4 : 1e38;  // where v' overflows
