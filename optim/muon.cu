@@ -19,8 +19,8 @@
 //
 // Hidden matrices are those of the numbered layers ("model.layers.3. ...", "transformer.h.3. ..."), each by itself: q,
 // k and v are three matrices, also where they are one parameter (GPT-2's c_attn, in which each has a third of the
-// rows). AdamW (adamw.cu), with lr * adamw_lr_ratio, updates all others: norms, biases, and the embeddings and the
-// head, whose rows are tokens and not directions.
+// rows). AdamW (adamw.cu), with lr * adamw_lr_ratio (0.015: 3e-4 beside 0.02, as the author advises), updates all
+// others: norms, biases, and the embeddings and the head, whose rows are tokens and not directions.
 //
 // Where ranks divide a matrix (Param::cut), each has the momentum of its part, puts X of it into its place among zeros,
 // and the sum over the ranks is the whole X. Then all of them do the same iterations, and each updates its part.
