@@ -23,10 +23,10 @@
 // For many rows the largest is taken of which there are enough for all multiprocessors. For up to 16 rows the 16
 // outputs are halved where they would not make two blocks for each multiprocessor: then half of the instruction's A is
 // zero, which costs nothing, and twice as many warps ask the memory for weights. Each asks for kAhead chunks of its
-// weights before it waits for any, and for the first before the launches in front have ended. Blocks that do not fit on
-// the multiprocessors at the same time ask late, and what a thread asks for takes its registers: so a thread has no
-// more of these than let three or four blocks share a multiprocessor, and asks for less where four have to. Where even
-// that does not make room for all blocks, they come in rounds: then two share it, and ask for more.
+// weights before it waits for any, and for the first before the launches in front have ended. What it asks for takes
+// registers, and the more registers a thread has, the fewer blocks share a multiprocessor; blocks that do not fit have
+// to wait before they ask. So three blocks share one, or four, whose threads ask for fewer chunks at a time, as long as
+// all blocks then fit. More blocks come in rounds in any case: then two share one, and their threads ask for more.
 //
 // Of up to 16 rows the block also computes what follows a feed-forward's first product, GELU or SwiGLU, of the product
 // rounded to T, as the kernels that do it by themselves read it. For SwiGLU a block has 8 outputs and the 8 that stand

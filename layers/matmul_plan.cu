@@ -21,8 +21,9 @@
 // The choice has up to two candidates more. Hopper has a product of ours (hopper_matmul.h); and with an epilogue, the
 // product by itself, and kernels after it. Without times, ours is taken where the product is large, for the epilogues
 // that cuBLASLt was measured to be slow at (dev/RESULTS.md), or has not: GELU, its derivative, sums of rows,
-// attention's delta. (Its DGELU_BGRAD, which sums the gradient of the bias before GELU beside the product that makes
-// it, took three times ours: so that sum is one of rows, too, of the product by weight.)
+// attention's delta. (In cuBLASLt's DGELU_BGRAD the product that makes the gradient before GELU sums its columns, too:
+// the gradient of the bias. It took three times as long as ours. So this bias' gradient is summed as all others are, by
+// the product that makes the weight's gradient.)
 #include "layers/hopper_matmul.h"
 
 #include <cublasLt.h>
