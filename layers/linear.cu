@@ -64,7 +64,7 @@ void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor in
         if (dbias) column_sum(dbias, dout, accumulate, scratch, stream);
         return;
     }
-    // The product sums dout, which it reads, and writes the sums: to where they are added from, if they are.
+    // The product sums dout, which it reads anyway: to dbias, or to scratch, from where they are added to dbias.
     const Tensor all = scratch_as(name, scratch, {linear_backward_scratch_n(N, O)});
     const int64_t sums_n = round_up(O, kSumsGrain);
     options.a_row_sums = accumulate ? all.slice(0, O) : dbias;

@@ -80,7 +80,7 @@ __device__ __forceinline__ void add_bins(Bins& bins) {
     if constexpr (kThreads == 1) {
         for (int b = 0; b < kBins; ++b) bins.sums[b] = bins.of_threads[b];
     } else {
-        __syncthreads();  // all threads' bins are complete; nobody reads the sums of the last time any more
+        __syncthreads();  // all threads' bins are complete; the sums of the last time have been read
         const int lane = threadIdx.x % kWarp;
         for (int b = threadIdx.x / kWarp; b < kBins; b += kThreads / kWarp) {
             uint64_t sum = 0;

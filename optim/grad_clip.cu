@@ -29,7 +29,7 @@ constexpr int kBlock = 128;                  // sums of a chunk
 constexpr int kRows = 512;                   // elements of a sum, in f32: relative error at most kRows * 2^-24
 constexpr int64_t kChunkN = kBlock * kRows;  // elements of a chunk
 constexpr int kLastBlock = 1024;             // sums of a block of stage 2
-constexpr int kPerThread = kOnCpu ? 32 : 1;  // of these; on a CPU a thread that waits for others has its price
+constexpr int kPerThread = kOnCpu ? 32 : 1;  // of these; on a CPU each thread that waits for others takes time
 
 // Neighbours that a thread of stage 1 reads at once, each of which belongs to a sum of its own; and chunks of a block.
 template <class T>
