@@ -1,4 +1,5 @@
-// core/core.h: what every file may use. Errors, dtypes, Tensor, Arena, Device, Philox random numbers, the time.
+// core/core.h: what every file may use. Errors, dtypes, Tensor, Arena, Param, what launches cost, Device, Philox random
+// numbers, the time.
 //
 // Reading order: errors first, then the one data type that everything passes around (Tensor: a view that owns nothing),
 // then where its memory comes from (Arena), then the device: a GPU, or a CPU that emulates one (cpu/README.md).
@@ -102,7 +103,7 @@ int narrow(int64_t value, const char* what);
 // ---------------------------------------------------------------------------------------------------------------------
 // DType: the element type of a Tensor, chosen at run time.
 
-enum class DType : uint8_t { f32, bf16, f16, e4m3, e5m2, i8, i32 };  // e4m3 and e5m2: 8-bit floats, for matrix products
+enum class DType : uint8_t { f32, bf16, f16, e4m3, e5m2, i8, i32 };  // e4m3, e5m2: 8-bit floats
 
 size_t dtype_bytes(DType dtype);
 const char* dtype_name(DType dtype);             // "f32", "bf16", "f16", "e4m3", "e5m2", "i8", "i32"
@@ -268,8 +269,8 @@ struct Cut {
     int64_t first_col = 0, n_cols = 0;                         // columns of these rows
     bool exists() const { return rows > 0; }
 };
-// A set of axes of the ranks that divide the layers (parallel/tensor/layout.cu): bit a is axis a. With kSameKeys the
-// axis of the heads counts only as far as ranks have the same key heads.
+// A set of axes of the ranks that divide the layers (parallel/tensor/layout.cu): bit a is axis a. With kSameKeys
+// only those ranks along the axis of the heads are meant that have the same key heads.
 using AxisSet = uint8_t;
 constexpr AxisSet kSameKeys = 0x80;
 
@@ -315,7 +316,7 @@ struct LaunchCost {
     std::array<int64_t, 3> product = {};  // of a matrix product: M, N, K
 };
 
-// Checks the launch just before, as cudaCheckLaunch() does, and notes its cost, if anybody wants to know it.
+// Checks the launch just before, as cudaCheckLaunch() does, and notes its cost, while there are LaunchNotes.
 void launched(const char* kernel, const LaunchCost& cost, const char* file = __builtin_FILE(),
               int line = __builtin_LINE());
 

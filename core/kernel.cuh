@@ -56,7 +56,7 @@ __device__ __forceinline__ void store_packed(T* address, const Packed<T, kN>& va
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Where am I
+// The place of a thread
 
 // The index of this thread in a one-dimensional grid, 64-bit so that no product overflows.
 __device__ __forceinline__ int64_t global_thread() {

@@ -9,7 +9,7 @@
 //     the parameter     0 + 1 + 2
 //
 // The order of all additions depends on R alone. (As a launch of its own each of these sums took 7 us on an H100, and
-// there are three of them in a block of GPT-2.)
+// the two norms of a block of GPT-2 have one each.)
 #pragma once
 
 #include "layers/chunk.cuh"

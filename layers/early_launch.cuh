@@ -2,8 +2,9 @@
 //
 // A step that decodes is a chain of short kernels. Each needs what the one before it has written, but not at once: its
 // blocks have to start, and it reads weights, which nobody writes. On Hopper and later GPUs a kernel can say that the
-// next one may start now, beside it, and the next one where it waits until the one before it has ended and everything
-// that it wrote can be read ("programmatic dependent launch" in NVIDIA's manual):
+// next one may start now, beside it (it does when all blocks have said so, or ended), and the next one where it waits
+// until the one before it has ended and everything that it wrote can be read ("programmatic dependent launch" in
+// NVIDIA's manual):
 //
 //     kernel n      ----- let_next_start() --------------------------- end
 //     kernel n + 1           start, weights to registers ... wait_for_previous() | reads what n has written -----

@@ -11,7 +11,8 @@
 //   - Tensors of one call share one float dtype (f32, bf16 or f16) unless the comment says otherwise; sums are in f32.
 //   - Gradients of parameters (dweight, dbias, dwte, dwpe) may also be f32 while everything else is 16-bit.
 //   - `scratch` is f32 memory that holds nothing between calls; the *_scratch_n functions say how many elements.
-//   - Every operation is deterministic: no float atomics, sums in a fixed order.
+//   - Every operation is deterministic: sums have a fixed order. (Where blocks add floats to the same place by atomics,
+//     in the backward of attention on Hopper, they do so in turns.)
 //   - A wrong shape, dtype or alignment (16 bytes) throws Error, naming the operation and the argument.
 //   - An empty Tensor ({}) means "there is none" where the comment says "optional".
 #pragma once
@@ -110,7 +111,7 @@ void choose_matmuls_as_hopper(bool on);
 std::string matmul_choices();
 // From now on these are the choices; all others are forgotten. Error: a line that is none.
 void set_matmul_choices(const std::string& text);
-// Which of these times is the least: the first of those that are less than 1 % above it.
+// The index of the first of these times that is at most 1 % above the least one.
 size_t fastest(const std::vector<double>& seconds);
 
 // Throws, and says what to use instead, if this device has no fp8 products, or none with the scales of blocks.
@@ -219,8 +220,9 @@ void fp8_linear_forward(Tensor out, Tensor saved, Tensor inp, const Fp8Weight& w
                         bool record, Tensor scratch, cudaStream_t stream, AmaxFrom amax = AmaxFrom::here);
 void fp8_linear_backward_input(Tensor dinp, Tensor saved, Tensor dout, const Fp8Weight& weight, bool accumulate,
                                Tensor state, Tensor scratch, cudaStream_t stream, AmaxFrom amax = AmaxFrom::here);
-// saved[which] = the amax that inp (which = 0) or dout (1) is scaled by, if it is all there is of it; nothing with
-// block scaling. For callers that then find that of all parts.
+// For parts of a divided layer. saved[which] = the amax that x, inp (which = 0) or dout (1), would be scaled by if this
+// part were the whole; the caller makes it the largest of all parts', and passes AmaxFrom::caller. With block scaling
+// there is none, and nothing is written.
 void fp8_linear_amax(Tensor saved, int64_t which, Tensor x, Fp8Recipe recipe, Tensor state, cudaStream_t stream);
 // After backward_input of the same micro-batch, now or later. dbias optional.
 void fp8_linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor inp, Tensor saved, Fp8Recipe recipe,
@@ -236,7 +238,8 @@ void fp8_amax(Tensor amax, Tensor inp, Tensor known, cudaStream_t stream);
 void fp8_quantise(const Fp8Matrix& to, bool transpose, Tensor inp, Tensor amax, Tensor recorded, cudaStream_t stream);
 
 // ---------------------------------------------------------------------------------------------------------------------
-// column_sum.cu: the sum over rows that ends the gradient of every bias and scale, in two stages of fixed order.
+// column_sum.cu: the sum over rows, in two stages of fixed order: the gradient of a bias, where the product that reads
+// dout does not form it (MatmulOptions::a_row_sums).
 
 // dparam[c] (+)= sum over rows n of inp[n, c]       dparam (C) of inp's dtype or f32, inp (N, C)
 // An inp of f32, such as sums that another kernel has left, may go to a dparam of 16 bits.
@@ -469,7 +472,7 @@ struct PagedStep {
 // paged_write.cu. q, k, v and out are heads in rows (1, N, columns).
 // Writes the new tokens' keys and values to their rows of the pool. With a table (rope.cu) queries are rotated in
 // place, and keys on their way; positions (1, N) i32 are those of the tokens. Without one ({}) they go as they are.
-// In e4m3 the scale is largest |x| / 448, or 1 where all are 0.
+// In e4m3 the scale is largest |x| / 448, or 1 where that is not above 2^-126: all are 0, or become 0.
 void paged_write(const PagedStep& step, const HeadColumns& q, const HeadColumns& k, const HeadColumns& v,
                  RopePairs pairs, Tensor positions, Tensor table, cudaStream_t stream);
 // MLA. latent: one head of R columns, key: one head of Dr.
@@ -481,6 +484,7 @@ void paged_latent_write(const PagedStep& step, const HeadColumns& latent, const 
 // on CUDA cores over the whole sequence, whatever the pages, chunks and neighbours are.
 void paged_attention_forward(const HeadColumns& out, const HeadColumns& q, int64_t K, const PagedStep& step,
                              float scale, int64_t window, Tensor scratch, cudaStream_t stream);
+// max_length, here and below: at least the rows that the page table has for a sequence, its columns times P.
 int64_t paged_attention_scratch_n(int64_t N, int64_t H, int64_t D, int64_t max_length);
 
 // ---------------------------------------------------------------------------------------------------------------------

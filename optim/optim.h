@@ -17,7 +17,7 @@
 //   linear     peak + (floor - peak) u
 //   cosine     floor + (peak - floor) (1 + cos(pi u)) / 2                  (Loshchilov & Hutter 2017, arXiv:1608.03983)
 //   wsd        peak until the last `decay_fraction` of all steps,                   (Hu et al. 2024, arXiv:2404.06395)
-//              then linear to floor; a warmup that reaches into the decay delays it
+//              then linear to floor (the paper: exponential); a warmup that reaches into the decay delays it
 // floor = peak * min_ratio. Beyond `steps` the rate stays as in the last step.
 //
 // s is the position in the schedule: the step itself, until a resumed run is given another number of steps. Then
@@ -45,7 +45,7 @@ std::vector<std::string> schedule_names();
 // ---------------------------------------------------------------------------------------------------------------------
 // grad_clip.cu: clipping by the global norm                                   (Pascanu et al. 2013, arXiv:1211.5063)
 //   norm = unscale * sqrt(sum over all gradients of g^2)       scale = unscale * min(1, max_norm / (norm + 1e-6))
-// grads: flat (n), f32, bf16 or f16, 1 / unscale times too large because the loss was (1 where it was not).
+// grads: flat (n), f32, bf16 or f16. unscale: 1 / what the loss was multiplied by (loss_scaler.cu), otherwise 1.
 // result: (2) f32 on the device = {norm, scale}: no round trip to the host; the update multiplies gradients by scale.
 // max_norm <= 0: no clipping, scale = unscale. A norm that is inf or NaN gives scale NaN, which makes the update leave
 // everything as it is (the sum of squares leaves as f32: a norm beyond 1.8e19, before unscaling, counts as inf).
@@ -59,8 +59,8 @@ int64_t grad_norm_scratch_n(int64_t n);
 // add it.
 void sum_squares(Tensor sum, Tensor grads, Tensor scratch, cudaStream_t stream);
 // sums: (k, 2), rows like `sum`.
-// stays_nan: a scale that is NaN before stays NaN. So no update follows one that was skipped, also where the host has
-// launched it before it knows of that.
+// stays_nan: a scale that was NaN before this call stays NaN. The host may launch a step before it has read that the
+// update of the one before was skipped: then this one is skipped, too.
 struct ClipScale {
     Tensor result = {};
     float max_norm = 0, unscale = 1;
@@ -146,7 +146,7 @@ constexpr int kTileN = 1024;
 struct Tile {
     int64_t values, copy, grads, state;  // places of its first element in the flat arrays
     int32_t n;
-    int32_t decay;  // 1 where weight decay applies, otherwise 0; an integer, because no store of a float can change one
+    int32_t decay;  // 1 where weight decay applies, otherwise 0; an integer: no store of a float can change it, for g++
     // The random numbers of stochastic rounding are addressed by the parameter and the element, not by where they lie:
     uint64_t key;        // hash_name of the parameter's name in files
     int64_t element;     // index of the tile's first element in this rank's part of the parameter, a multiple of tile_n
@@ -187,7 +187,7 @@ std::vector<Tile> make_tiles(const std::vector<UpdatedUnit>& units, const TileTa
 // All of them: g = scale * grad, with the scale of grad_norm; weight decay only where Param::decay says so.
 
 // What a step updates. With 16-bit parameters an update is usually smaller than half the distance to the next number
-// (of bf16: 1/512 to 1/256 of the weight), and rounding to nearest loses it, step after step. There are two ways out:
+// (of bf16: 1/512 to 1/256 of the weight), and rounding to nearest loses it, step after step. There are two remedies:
 //   master   the f32 weights are what is updated, and forward and backward read the copy      (arXiv:1710.03740)
 //   stochastic rounding   up or down at random, with the exact weight as expected value: w = 1 and 1000 updates of 1e-4
 //            arrive near 1.1, where rounding to nearest stays at 1. Saves the master's 4 bytes a parameter, and adds

@@ -35,7 +35,7 @@ __device__ __forceinline__ Philox draw_of(uint64_t seed, uint64_t key, int64_t t
     return philox(seed, key, static_cast<uint64_t>(t) << 32 | static_cast<uint64_t>(draw));
 }
 __device__ __forceinline__ uint32_t part_of(const Philox& draw, int part) {
-    // Not v[part / 2]: an index that a GPU learns while it runs would bring the draw out of its registers.
+    // Not v[part / 2]: with an index that nvcc does not know the draw would be in memory, not in registers.
     const uint32_t low = part & 2 ? draw.v[1] : draw.v[0], high = part & 2 ? draw.v[3] : draw.v[2];
     return (part & 4 ? high : low) >> (part % 2 * 16) & 0xffff;
 }
