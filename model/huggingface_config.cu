@@ -1,7 +1,7 @@
 // model/huggingface_config.cu: config.json, in which Hugging Face describes a model: read and written.
 //
 // gpt2 has names of its own: vocab_size, n_positions, n_layer, n_head, n_embd, n_inner, layer_norm_epsilon,
-// tie_word_embeddings, initializer_range; activation_function must be gelu_new or another name of it,
+// tie_word_embeddings, initializer_range; activation_function: gelu_new or another name of it, or a feed-forward's;
 // scale_attn_weights true, scale_attn_by_inverse_layer_idx false, and is_causal true. The other model types share most
 // of theirs. x: read; -: ignored; otherwise the table has the only value that is supported.
 //
@@ -113,13 +113,21 @@ class ConfigReader {
     Json::Value object_;
 };
 
+// Is it a feed-forward of the table, by its own name? Not "gelu", which with Hugging Face is the form with erf.
+bool is_feed_forward(const std::string& activation) {
+    const auto has_its_name = [&](const SubLayer* layer) { return activation == layer->name; };
+    return activation != "gelu" && std::ranges::any_of(feed_forward_table(), has_its_name);
+}
+
 Config read_gpt2(const ConfigReader& in) {
     Config c;
     c.family = Family::gpt2, c.feed_forward = "gelu";
     c.L = in.integer("n_layer"), c.H = c.K = in.integer("n_head"), c.C = in.integer("n_embd"), c.D = c.C / c.H;
     // Three names of the form with tanh, layers/gelu.cu. "gelu", with erf, gives slightly other numbers.
     const std::string activation = in.text("activation_function", "gelu_new");
-    if (activation != "gelu_pytorch_tanh" && activation != "gelu_fast") in.must_be("activation_function", "gelu_new");
+    if (is_feed_forward(activation)) c.feed_forward = activation;
+    else if (activation != "gelu_pytorch_tanh" && activation != "gelu_fast")
+        in.must_be("activation_function", "gelu_new");
     c.V = in.integer("vocab_size");
     c.T_max = in.integer("n_positions", 1024);
     c.F = in.integer("n_inner", 4 * c.C);
@@ -213,13 +221,11 @@ Defaults defaults_of(const std::string& type) {
 Config read_llama_like(const ConfigReader& in, const std::string& type) {
     const Defaults defaults = defaults_of(type);
     Config c;
-    // SwiGLU, or by its own name a feed-forward of the table that Hugging Face does not have.
+    // SwiGLU, or a feed-forward of the table.
     const std::string activation = in.text("hidden_act", "silu");
     const bool is_silu = activation == "silu" || activation == "swish";
-    const auto has_its_name = [&](const SubLayer* layer) { return activation == layer->name; };
-    const bool is_known = activation != "gelu" &&  // not GPT-2's: gate and up with a GELU
-                          std::ranges::any_of(feed_forward_table(), has_its_name);
-    check(is_silu || is_known, in.path(), ": hidden_act ", in_quotes(activation), " is not supported: silu is");
+    check(is_silu || is_feed_forward(activation), in.path(), ": hidden_act ", in_quotes(activation),
+          " is not supported: silu is");
     c.feed_forward = is_silu ? "swiglu" : activation;
     c.V = in.integer("vocab_size");
     c.T_max = in.integer("max_position_embeddings", defaults.max_position_embeddings);
@@ -378,7 +384,7 @@ namespace {
 JsonText gpt2_to_json(const Config& c) {
     return {{"architectures", JsonText::array({"GPT2LMHeadModel"})},
             {"model_type", "gpt2"},
-            {"activation_function", "gelu_new"},
+            {"activation_function", c.feed_forward == "gelu" ? "gelu_new" : c.feed_forward},
             {"vocab_size", c.V},
             {"n_positions", c.T_max},
             {"n_ctx", c.T_max},

@@ -147,20 +147,24 @@ TEST_CASE("its gradients are those of finite differences", "[model][toy]") {
 
 TEST_CASE("it is saved, loaded and counted", "[model][toy]") {
     const Registered registered;
-    const TempFolder folder;
+    Config like_gpt2 = small_gpt2();
+    like_gpt2.feed_forward = kToy.name;
     const Config config = toy_config();
-    TinyTrainer m(config, 1, 7);
-    init_weights(m.model, 5);
-    m.set_batch(random_tokens(7, config.V, 1), random_tokens(7, config.V, 2));
-    forward(m.model, m.acts, m.workspace, device().stream);
-    save_model(m.model, folder.path);
-    const Config loaded_config = load_config(folder.path);
-    CHECK(loaded_config.feed_forward == "relu2");
-    TinyTrainer loaded(loaded_config, 1, 7);
-    load_weights(loaded.model, folder.path);
-    loaded.set_batch(random_tokens(7, config.V, 1), random_tokens(7, config.V, 2));
-    forward(loaded.model, loaded.acts, loaded.workspace, device().stream);
-    CHECK(to_floats(loaded.acts.logits) == to_floats(m.acts.logits));
+    for (const Config& saved : {config, like_gpt2}) {
+        const TempFolder folder;
+        TinyTrainer m(saved, 1, 7);
+        init_weights(m.model, 5);
+        m.set_batch(random_tokens(7, saved.V, 1), random_tokens(7, saved.V, 2));
+        forward(m.model, m.acts, m.workspace, device().stream);
+        save_model(m.model, folder.path);
+        const Config loaded_config = load_config(folder.path);
+        CHECK(loaded_config.feed_forward == "relu2");
+        TinyTrainer loaded(loaded_config, 1, 7);
+        load_weights(loaded.model, folder.path);
+        loaded.set_batch(random_tokens(7, saved.V, 1), random_tokens(7, saved.V, 2));
+        forward(loaded.model, loaded.acts, loaded.workspace, device().stream);
+        CHECK(to_floats(loaded.acts.logits) == to_floats(m.acts.logits));
+    }
 
     const Config swiglu = small_llama();  // one matrix (F, C) more a block
     CHECK(parameter_count(swiglu) - parameter_count(config) == config.L * config.F * config.C);
