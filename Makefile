@@ -302,7 +302,7 @@ ifeq ($(DEVICE),cpu)
   LIBRARY_OBJECTS += $(patsubst %.cpp,$(BUILD)/%.o,$(filter-out cpu/rewrite.cpp cpu/count_bytes.cpp,$(wildcard cpu/*.cpp)))
 endif
 
-.PHONY: all programs tests test account count gpu-choices gpu-window test-ranks test-readme debug dev bench-cpu bench-inference bench profile gpu-check gpu-bundle sanitize spills compiles fuzz format format-check house-check docs doctor help clean force $(PROGRAMS)
+.PHONY: all programs tests test account count gpu-choices gpu-window test-ranks test-readme debug dev bench-cpu bench-inference bench profile gpu-check gpu-bundle sanitize spills compiles fuzz format format-check house-check docs flags doctor help clean force $(PROGRAMS)
 all: $(PROGRAMS)
 programs: $(PROGRAMS:%=$(BUILD)/%)
 tests: $(BUILD)/run_tests $(TEST_PROGRAMS:%=$(BUILD)/%) dev
@@ -624,6 +624,10 @@ docs:
 	@$(MAKE) DEVICE=cpu debug FILES=dev/reduce.cu PROGRAM=dev/reduce
 	@$(MAKE) DEVICE=cpu debug FILES=layers/cross_entropy.cu
 	@dev/docs.py write
+# Of them doc/flags.md and doc/floors.svg alone, which need no debug build: after a new flag or name.
+flags:
+	@$(MAKE) DEVICE=cpu programs
+	@dev/docs.py flags
 
 CLANG_FORMAT ?= clang-format
 FORMATTED    := $(filter-out io/font.h io/unicode_tables.h test/test_cpu_rewrite.cu,\
@@ -684,6 +688,7 @@ help:
 	@echo 'make house-check            no file includes upwards (FLOORS in the Makefile) or lacks a standard header, no function is'
 	@echo '                            longer than a screen'
 	@echo 'make docs                   write what README.md and doc/ quote of the programs'
+	@echo 'make flags                  write doc/flags.md alone, which takes less time'
 	@echo 'make clean                  remove all that was built'
 	@echo
 	@echo 'DEVICE=cpu|cuda             the device to build for; now $(DEVICE): $(REASON)'

@@ -2,6 +2,7 @@
 """dev/docs.py: checks that README.md and doc/ agree with the sources and the programs.
 
     dev/docs.py write     writes doc/flags.md and what the commands quoted in the pages print   (make docs)
+    dev/docs.py flags     writes doc/flags.md and doc/floors.svg alone: these need ./train_gpt and ./generate   (make flags)
     dev/docs.py check     says what is wrong; exit status 1 if anything is                      (make test)
 
 The programs are those of build/cpu. What is checked:
@@ -96,19 +97,19 @@ def flags_page(tree):
 def first_difference(page, want):
     for i, (a, b) in enumerate(zip(read(page).split("\n") + [""], want.split("\n") + [""])):
         if a != b:
-            return [f"{page}:{i + 1} differs from what the program prints now; `make docs` writes it again\n  has   {a}\n  wants {b}"]
+            return [f"{page}:{i + 1} differs from what the program prints now; `make flags` writes it again\n  has   {a}\n  wants {b}"]
     return []
 
 
 def main():
-    if len(sys.argv) != 2 or sys.argv[1] not in ("write", "check"):
+    if len(sys.argv) != 2 or sys.argv[1] not in ("write", "flags", "check"):
         sys.exit(__doc__)
     wrong = []
     with Tree() as tree:
-        if sys.argv[1] == "write":
+        if sys.argv[1] != "check":
             write("doc/flags.md", flags_page(tree))
             write("doc/floors.svg", floors.draw())
-            for page in pages():
+            for page in pages() if sys.argv[1] == "write" else []:
                 write(page, refreshed(page, tree))
         else:
             folders, names = folders_and_files()
