@@ -7,7 +7,9 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
+#include <sstream>
 #include <thread>
 
 namespace {
@@ -490,6 +492,44 @@ TEST_CASE("a message ends where its template says, whatever ends the request nam
         json ends = value({{"prompt", "a"}, {"max_tokens", 2}, {"logit_bias", {{"0", 100}}}});
         ends["ignore_eos"] = ignored;
         CHECK(complete(plain, ends).object()["choices"][0]["finish_reason"] == reason);
+    }
+}
+
+TEST_CASE("what a flag of sampling says, beams refuse, and a request of a batch and of a server can say",
+          "[program][server][generate]") {
+    const std::string help = run_program("generate", "--help").out, heading = "\nSampling:\n";
+    REQUIRE(help.find(heading) != std::string::npos);
+    std::istringstream section(help.substr(help.find(heading) + heading.size()));
+    std::vector<std::string> flags, fields;
+    for (std::string line; std::getline(section, line) && !line.empty();)
+        if (line.starts_with("  --")) flags.push_back(line.substr(2, line.find(' ', 2) - 2));
+    std::erase_if(flags, [](const std::string& flag) { return flag == "--beams" || flag == "--length-penalty"; });
+    REQUIRE(flags.size() >= 9);
+    std::string lines;
+    for (const std::string& flag : flags) {
+        const std::string value = flag == "--logit-bias" ? " 1:1" : " 1";
+        CHECK_THAT(run_program("generate", "--prompt a --beams 2 " + flag + value).err,
+                   ContainsSubstring(flag + " is for tokens that are drawn"));
+        fields.push_back(flag.substr(2));
+        std::ranges::replace(fields.back(), '-', '_');
+        lines += concat(R"({"prompt": "a", ")", fields.back(), "\": []}\n");  // of no field's type
+    }
+    const TempFolder folder;
+    spit(folder / "in", lines);
+    const Outcome batch = run_program("generate", concat("--model ", model_folder(), " --max-length 100 --batch ",
+                                                         folder / "in", " --out ", folder / "out"));
+    INFO(batch.err);
+    CHECK_THAT(batch.out, ContainsSubstring(concat(fields.size(), " refused")));
+    for (const std::string& field : fields)
+        CHECK(batch.err.find(concat('"', field, "\": a request has no such field")) == std::string::npos);
+    SKIP_WITHOUT_SERVER();
+    const Server server("");
+    for (const std::string& field : fields) {
+        const Reply reply =
+            ask(server, http("POST", "/v1/completions", concat(R"({"prompt": "a", ")", field, "\": []}")));
+        INFO(reply.body);
+        CHECK(reply.status == 400);
+        CHECK(reply.body.find("no such field") == std::string::npos);
     }
 }
 
