@@ -11,7 +11,8 @@
 //
 //   run      make dev && build/cpu/dev/adamw                    (on a GPU build/cuda/dev/adamw)
 //            build/cpu/dev/adamw --check | --size 12x768 | --rung 3
-//   debug    make DEBUG=1 DEVICE=cpu dev && gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/adamw --check --rung 3
+//   debug    make DEVICE=cpu debug FILES=dev/adamw.cu PROGRAM=dev/adamw &&
+//            gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/adamw --check --rung 3
 #include "dev/ladder.h"
 #include "optim/optim.h"
 

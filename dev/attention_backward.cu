@@ -25,7 +25,8 @@
 //
 //   run      make dev && build/cpu/dev/attention_backward       (on a GPU build/cuda/dev/attention_backward)
 //            build/cpu/dev/attention_backward --check | --size 4x1000 | --dtype f16 | --rung 3
-//   debug    make DEBUG=1 DEVICE=cpu dev && gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/attention_backward --check
+//   debug    make DEVICE=cpu debug FILES=dev/attention_backward.cu PROGRAM=dev/attention_backward &&
+//            gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/attention_backward --check
 #include "dev/attention.cuh"
 
 namespace {

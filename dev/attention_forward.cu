@@ -23,7 +23,8 @@
 //
 //   run      make dev && build/cpu/dev/attention_forward        (on a GPU build/cuda/dev/attention_forward)
 //            build/cpu/dev/attention_forward --check | --size 4x1000 | --dtype f16 | --rung 3
-//   debug    make DEBUG=1 DEVICE=cpu dev && gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/attention_forward --check
+//   debug    make DEVICE=cpu debug FILES=dev/attention_forward.cu PROGRAM=dev/attention_forward &&
+//            gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/attention_forward --check
 #include "dev/attention.cuh"
 #include "layers/tensor_map.h"
 

@@ -9,7 +9,7 @@
 //
 //   run      make dev && build/cpu/dev/cross_entropy            (on a GPU build/cuda/dev/cross_entropy)
 //            build/cpu/dev/cross_entropy --check | --size 64x50304 | --rung 3
-//   debug    make DEBUG=1 DEVICE=cpu dev &&
+//   debug    make DEVICE=cpu debug FILES=dev/cross_entropy.cu PROGRAM=dev/cross_entropy &&
 //            gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/cross_entropy --check --rung 3
 #include "dev/ladder.h"
 

@@ -19,7 +19,8 @@
 //
 //   run      make dev && build/cpu/dev/decode_attention          (on a GPU build/cuda/dev/decode_attention)
 //            build/cpu/dev/decode_attention --check | --size 4x1000 | --dtype bf16 | --rung 3
-//   debug    make DEBUG=1 DEVICE=cpu dev && gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/decode_attention --check
+//   debug    make DEVICE=cpu debug FILES=dev/decode_attention.cu PROGRAM=dev/decode_attention &&
+//            gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/decode_attention --check
 #include "dev/attention.cuh"
 
 namespace {

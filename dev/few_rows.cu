@@ -9,7 +9,8 @@
 //
 //   run      make dev && build/cpu/dev/few_rows                  (on a GPU build/cuda/dev/few_rows)
 //            build/cpu/dev/few_rows --check | --size 1x3072x768 --dtype bf16 | --rung 3
-//   debug    make DEBUG=1 DEVICE=cpu dev && gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/few_rows --check --rung 2
+//   debug    make DEVICE=cpu debug FILES=dev/few_rows.cu PROGRAM=dev/few_rows &&
+//            gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/few_rows --check --rung 2
 #include "dev/ladder.h"
 
 namespace {

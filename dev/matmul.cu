@@ -22,7 +22,8 @@
 //
 //   run      make dev && build/cpu/dev/matmul                   (on a GPU build/cuda/dev/matmul)
 //            build/cpu/dev/matmul --check | --size 512x512x512 | --dtype bf16 | --rung 4
-//   debug    make DEBUG=1 DEVICE=cpu dev && gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/matmul --check --rung 4
+//   debug    make DEVICE=cpu debug FILES=dev/matmul.cu PROGRAM=dev/matmul &&
+//            gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/matmul --check --rung 4
 //            (... --rung 9 --dtype bf16 --size 130x264x328: the rungs on tensor cores need 16 bits)
 #include "dev/ladder.h"
 #include "dev/matmul_tensor_cores.cuh"

@@ -19,7 +19,7 @@
 //
 //   run      make dev && build/cpu/dev/reduce                   (on a GPU build/cuda/dev/reduce)
 //            build/cpu/dev/reduce --check | --size 1000000 | --rung 3
-//   debug    make DEBUG=1 DEVICE=cpu dev && gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/reduce --check --rung 2
+//   debug    doc/debugging.md has a session of rung 3: make DEVICE=cpu debug FILES=dev/reduce.cu PROGRAM=dev/reduce
 #include "dev/ladder.h"
 #include "optim/optim.h"
 

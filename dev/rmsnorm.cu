@@ -12,7 +12,8 @@
 //
 //   run      make dev && build/cpu/dev/rmsnorm                  (on a GPU build/cuda/dev/rmsnorm)
 //            build/cpu/dev/rmsnorm --check | --size 1000x768 | --rung 3
-//   debug    make DEBUG=1 DEVICE=cpu dev && gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/rmsnorm --check --rung 2
+//   debug    make DEVICE=cpu debug FILES=dev/rmsnorm.cu PROGRAM=dev/rmsnorm &&
+//            gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/rmsnorm --check --rung 2
 #include "dev/ladder.h"
 
 namespace {

@@ -9,7 +9,8 @@
 //
 //   run      make dev && build/cpu/dev/softmax                  (on a GPU build/cuda/dev/softmax)
 //            build/cpu/dev/softmax --check | --size 1000x4096 | --rung 3
-//   debug    make DEBUG=1 DEVICE=cpu dev && gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/softmax --check --rung 4
+//   debug    make DEVICE=cpu debug FILES=dev/softmax.cu PROGRAM=dev/softmax &&
+//            gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/softmax --check --rung 4
 #include "dev/ladder.h"
 #include "layers/softmax.cuh"
 
