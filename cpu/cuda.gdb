@@ -80,13 +80,25 @@ class CudaBreak(gdb.Command):
 
     def __init__(self):
         super().__init__("cuda-break", gdb.COMMAND_BREAKPOINTS, gdb.COMPLETE_SYMBOL)
+        self.made = []  # (breakpoint, words)
+        gdb.events.exited.connect(self.tell_unused)
+
+    # Blocks may have fewer threads here than on a GPU: a thread that none of them has would be waited for in vain.
+    def tell_unused(self, event):
+        for made, words in self.made:
+            if made.is_valid() and made.enabled and made.hit_count == 0:
+                print("cuda-break %s: no thread stopped. Either the kernel did not run, or no block has this thread, or no grid"
+                      " this block: cuda-break %s stops in the first, and cuda-thread says how many there are."
+                      % (" ".join(words).strip(), words[0]))
 
     def invoke(self, argument, from_tty):
         words = gdb.string_to_argv(argument)
         if not 1 <= len(words) <= 3:
             raise gdb.GdbError("cuda-break KERNEL [THREAD [BLOCK]], for example: cuda-break rmsnorm_forward_kernel 5,0 1")
         words += [""] * (3 - len(words))
+        before = set(b.number for b in gdb.breakpoints())
         gdb.execute("break %s if %s && %s" % (words[0], condition("threadIdx", words[1]), condition("blockIdx", words[2])))
+        self.made += [(b, words) for b in gdb.breakpoints() if b.number not in before]
 
 
 class CudaNext(gdb.Command):

@@ -5,6 +5,7 @@
 #include "parallel/pipeline/pipeline.h"
 #include "program.h"
 
+#include <filesystem>
 #include <regex>
 
 namespace {
@@ -56,6 +57,20 @@ TEST_CASE("the quick commands of the pages run, and print what the pages show", 
     const Outcome outcome = python("dev/readme_commands.py --quick");
     INFO(outcome.out << outcome.err);
     CHECK(outcome.status == 0);
+}
+
+TEST_CASE("cuda-break says at the end that no thread was the one that it waited for", "[program][docs]") {
+    const std::string program = "build/cpu-debug/dev/reduce";  // make test builds it
+    if (!device().is_cpu || !std::filesystem::exists(program)) SKIP_TEST("needs the debug build of dev/reduce");
+    if (run_shell("gdb --version").status != 0) SKIP_TEST("needs gdb");
+    const std::string stop = " -ex 'cuda-break reduce_sequential_kernel ";  // its blocks have 256 threads
+    const Outcome outcome =
+        run_shell(concat("gdb -batch -x cpu/cuda.gdb", stop, "255'", stop, "256' -ex run -ex continue --args ", program,
+                         " --check --rung 3 --size 90"));
+    INFO(outcome.out << outcome.err);
+    CHECK_THAT(outcome.out, ContainsSubstring("Breakpoint 1, "));
+    CHECK_THAT(outcome.out, ContainsSubstring("cuda-break reduce_sequential_kernel 256: no thread stopped. Either"));
+    CHECK_THAT(outcome.out, !ContainsSubstring("cuda-break reduce_sequential_kernel 255: "));
 }
 
 // make test does not run README.md's first command, which takes minutes: its plan has the same memory.
