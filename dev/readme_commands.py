@@ -92,7 +92,7 @@ RULES = [
     Rule(r"make format$", needs=("clang-format",)),
     Rule(r"make house-check$"),  # test/test_sources.cu runs its scripts
     Rule(r"make DEVICE=cuda", skip="needs nvcc, and compiles everything; .ci/run does so where nvcc is"),
-    Rule(r"make docs$", skip="it writes the pages that are compared here"),
+    Rule(r"make (docs|flags)$", skip="it writes the pages that are compared here"),
     Rule(r"make DEVICE=cpu build/cpu/run_tests && build/cpu/run_tests", replace=((r"\[NAME\]", "[gelu]"),)),
     Rule(r"build/cpu/run_tests"),
     Rule(r"test/golden/runs/runs\.py check", replace=((" check ", " check --quick "),)),
