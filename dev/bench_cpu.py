@@ -24,6 +24,7 @@ import json
 import os
 import random
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -33,6 +34,17 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BATCH, SEQ = 4, 64                                     # llm.c's
 JOBS = [("gpt2", BATCH, SEQ), ("tiny", 16, 128)]
 DTYPES = {"fp32": "float32", "bf16": "bf16"}
+
+
+def refuse(why):
+    print(f"bench_cpu: {why}", file=sys.stderr)
+    sys.exit(2)
+
+
+def whole_number(name, text):
+    if not re.fullmatch(r"0*[1-9]\d*", text):
+        refuse(f"{name}={text}: give a whole number of at least 1")
+    return int(text)
 
 
 def output_of(command, **options):
@@ -156,13 +168,23 @@ def compare(job, rounds, steps, dtypes, build, python, llmc_folder, limit, work)
 
 
 def main():
+    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C: without a traceback, and nothing temporary is left
+        signal.signal(number, lambda n, _: sys.exit(128 + n))
+    if sys.argv[1:] == ["--help"]:
+        print(__doc__.strip())
+        return
     build = os.path.join(ROOT, sys.argv[1] if len(sys.argv) > 1 else "build/cpu")
     asked = {name: os.environ.get(name, default) for name, default in
              (("LLM_PYTHON", ""), ("LLMC", ""), ("ROUNDS", "3"), ("STEPS", "8"), ("MODEL", ""), ("DTYPES", "fp32,bf16"),
               ("LIMIT", "240"))}
-    rounds, steps, model = max(1, int(asked["ROUNDS"])), min(18, max(1, int(asked["STEPS"]))), asked["MODEL"]
-    limit = max(1, int(asked["LIMIT"]))
-    dtypes = [dtype for dtype in DTYPES if dtype in asked["DTYPES"].split(",")] or ["fp32"]
+    rounds, steps, limit = (whole_number(name, asked[name]) for name in ("ROUNDS", "STEPS", "LIMIT"))
+    steps, model = min(18, steps), asked["MODEL"]
+    wanted = asked["DTYPES"].split(",")
+    if not set(wanted) <= set(DTYPES):
+        refuse(f"DTYPES={asked['DTYPES']}: give fp32, bf16 or fp32,bf16")
+    dtypes = [dtype for dtype in DTYPES if dtype in wanted]
+    if not os.path.exists(f"{build}/dev/bench_cpu"):
+        refuse(f"there is no {build}/dev/bench_cpu: `make bench-cpu` builds it")
     jobs = [(os.path.abspath(model) if os.path.exists(model) else model, BATCH, SEQ)] if model else JOBS
     for job in jobs:
         with tempfile.TemporaryDirectory() as work:

@@ -21,6 +21,7 @@ import concurrent.futures
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -34,7 +35,8 @@ TOKENS = 64
 
 # Run by LLM_PYTHON: reads commands from stdin, answers each with a number of tokens per second.
 OPPONENT = r"""
-import sys, time, torch, transformers
+import signal, sys, time, torch, transformers
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: without a traceback
 transformers.logging.set_verbosity_error()
 torch.set_num_threads(len(__import__("os").sched_getaffinity(0)))
 model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
@@ -150,6 +152,17 @@ class LlamaServer:
         return sum(answer["tokens_predicted"] for answer in answers) / seconds
 
 
+def refuse(why):
+    print(f"bench_inference: {why}", file=sys.stderr)
+    sys.exit(2)
+
+
+def whole_number(name, text):
+    if not re.fullmatch(r"0*[1-9]\d*", text):
+        refuse(f"{name}={text}: give whole numbers of at least 1")
+    return int(text)
+
+
 def output_of(command):
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, stdin=subprocess.DEVNULL)
     if done.returncode != 0:
@@ -205,9 +218,19 @@ def run_rounds(work, build, n_rounds, sizes, ask, llama):
 
 
 def main():
+    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C: without a traceback, and nothing temporary is left
+        signal.signal(number, lambda n, _: sys.exit(128 + n))
+    if sys.argv[1:] == ["--help"]:
+        print(__doc__.strip())
+        return
     build = os.path.join(ROOT, sys.argv[1] if len(sys.argv) > 1 else "build/cpu")
-    python, n_rounds = os.environ["LLM_PYTHON"], int(os.environ.get("ROUNDS", "3"))
-    sizes, llama = os.environ.get("BATCHES", "8,16,32").split(","), os.environ.get("LLAMA_CPP", "")
+    python, llama = os.environ.get("LLM_PYTHON", ""), os.environ.get("LLAMA_CPP", "")
+    if not python:
+        refuse("LLM_PYTHON must name the Python that has PyTorch and transformers")
+    n_rounds = whole_number("ROUNDS", os.environ.get("ROUNDS", "3"))
+    sizes = [whole_number("BATCHES", size) for size in os.environ.get("BATCHES", "8,16,32").split(",")]
+    if not os.path.exists(f"{build}/dev/bench_inference"):
+        refuse(f"there is no {build}/dev/bench_inference: `make bench-inference` builds it")
     with tempfile.TemporaryDirectory() as work:
         output_of([python, "-c", MAKE_MODEL, work])
         if llama:
@@ -216,11 +239,16 @@ def main():
             def ask(command):
                 opponent.stdin.write(command + "\n")
                 opponent.stdin.flush()
-                return float(opponent.stdout.readline())
+                answer = opponent.stdout.readline()
+                if not answer:
+                    raise RuntimeError("transformers has ended: its error stands above")
+                return float(answer)
 
-            version = opponent.stdout.readline().strip()
-            rows = run_rounds(work, build, n_rounds, sizes, ask, llama)
-            opponent.stdin.close()
+            try:
+                version = opponent.stdout.readline().strip()
+                rows = run_rounds(work, build, n_rounds, sizes, ask, llama)
+            finally:
+                opponent.kill()
     print_table(rows, n_rounds, version + (", llama.cpp" if llama else ""))
 
 

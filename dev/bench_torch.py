@@ -518,6 +518,8 @@ def main():
     parser.add_argument("--only", default="", help="only operations whose name contains this")
     parser.add_argument("--budget", type=float, default=0.2, help="seconds to repeat an operation for")
     args = parser.parse_args()
+    if args.what != "limits" and not args.config:
+        parser.error(f"{args.what} needs --config")
     if CUDA:
         # All work is on one stream of our own: a backward runs on its forward's stream, and the default one cannot be captured.
         torch.cuda.set_stream(torch.cuda.Stream())

@@ -16,6 +16,7 @@ dev/readme_commands.py runs the commands of the pages and compares what they pri
 """
 import os
 import re
+import signal
 import sys
 
 import floors
@@ -103,7 +104,9 @@ def first_difference(page, want):
 
 def main():
     if len(sys.argv) != 2 or sys.argv[1] not in ("write", "flags", "check"):
-        sys.exit(__doc__)
+        floors.show_usage(__doc__)
+    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C: without a traceback, and nothing temporary is left
+        signal.signal(number, lambda n, _: sys.exit(128 + n))
     wrong = []
     with Tree() as tree:
         if sys.argv[1] != "check":

@@ -4,6 +4,7 @@
 # Every line is the result of a trial: the compiler compiles a program, the libraries are linked and called. Always exits with 0.
 set -u
 cd "$(dirname "$0")/.."
+looked_in=${CUDA_HOME:+CUDA_HOME=$CUDA_HOME}
 : "${CXX:=g++}" "${NVCC:=}" "${CUDA_HOME:=/usr/local/cuda}" "${CLANGXX:=clang++}" "${BUILDS_FOR:=}"
 : "${CXXFLAGS:=-std=c++20 -march=native -fopenmp -I. -Icpu -idirafter /usr/include/jsoncpp}"
 work=$(mktemp -d)
@@ -122,7 +123,7 @@ if [ -n "$NVCC" ] && out=$("$NVCC" --version 2> /dev/null | sed -n 's/.*release 
     cuda_library "cuBLASLt" cublasLt.h cublasLt "part of the CUDA toolkit: libcublas-dev-${out/./-} from NVIDIA's apt repository"
     cuda_library "NCCL" nccl.h nccl "only for several GPUs: libnccl-dev from NVIDIA's apt repository"
 else
-    no "nvcc" "none in PATH or /usr/local/cuda" "only for GPUs: https://developer.nvidia.com/cuda-downloads (12 or newer)"
+    no "nvcc" "none in ${looked_in:-PATH, /usr/local/cuda/bin or /opt/cuda/bin}" "only for GPUs: https://developer.nvidia.com/cuda-downloads (12 or newer)"
 fi
 
 echo "Optional:"

@@ -23,6 +23,12 @@ CPU = 'cpu'
 CPU_VECTORS = 'cpu/cpu_vector.h'
 
 
+def show_usage(text):
+    """Ends a script that was asked for --help, or got arguments that it does not take."""
+    print(text.strip())
+    sys.exit(0 if sys.argv[1:] == ['--help'] else 2)
+
+
 def makefile_variable(name, root=ROOT):
     """The text of a variable of the Makefile, empty where it has none of that name."""
     with open(os.path.join(root, 'Makefile'), encoding='utf-8') as file:
@@ -196,6 +202,8 @@ def draw(root=ROOT):
 
 
 if __name__ == '__main__':
+    if sys.argv[1:] not in ([], ['--draw']):
+        show_usage(__doc__)
     if sys.argv[1:] == ['--draw']:
         with open(os.path.join(ROOT, 'doc', 'floors.svg'), 'w', encoding='utf-8') as file:
             file.write(draw())

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 
-from floors import ROOT, includes, makefile_variable, product_files, read_floors, sources_in
+from floors import ROOT, includes, makefile_variable, product_files, read_floors, show_usage, sources_in
 from long_functions import without_comments_and_strings
 
 # Of each header the names that we use. A name of std::ranges and one that begins with another of these (count, count_if)
@@ -65,6 +65,8 @@ def lacking(path, header_of):
 
 
 def main():
+    if sys.argv[1:]:
+        show_usage(__doc__)
     unknown = [header for header in makefile_variable('PCH_std').split() if header not in NAMES]
     if unknown:
         sys.exit(f'includes.py: the precompiled headers have {" ".join(unknown)}, of which NAMES lacks the names')

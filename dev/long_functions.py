@@ -13,7 +13,7 @@ import os
 import re
 import sys
 
-from floors import ROOT, product_files, read_floors
+from floors import ROOT, product_files, read_floors, show_usage
 
 LIMIT, DEVICE_LIMIT = 60, 80
 
@@ -83,6 +83,12 @@ def name_of(statement):
 
 
 def main():
+    if any(argument.startswith('-') for argument in sys.argv[1:]):
+        show_usage(__doc__)
+    for path in sys.argv[1:]:
+        if not os.path.isfile(path):
+            print(f'long_functions.py: there is no file {path}', file=sys.stderr)
+            return 2
     files = sys.argv[1:] or product_files(read_floors())
     offenders = []
     for path in files:

@@ -100,6 +100,9 @@ def ranges_of(characters, like=lambda c: None):
 
 
 def main():
+    if sys.argv[1:]:
+        sys.stderr.write(__doc__)
+        sys.exit(0 if sys.argv[1:] == ["--help"] else 2)
     if unicodedata.unidata_version != "14.0.0":
         sys.exit(f"this needs a Python whose unicodedata is of version 14.0.0 (Python 3.11), not {unicodedata.unidata_version}")
     library = utf8proc()

@@ -407,7 +407,7 @@ class Tree:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             return process.communicate()[0] + f"\nstopped after {SECONDS} s\n", 124
-        except BaseException:  # Ctrl-C, or a signal that main has made an exception
+        except BaseException:  # a signal, as Ctrl-C, that main has made an exception
             os.killpg(process.pid, signal.SIGKILL)
             raise
 
@@ -600,8 +600,13 @@ def main():
     parser.add_argument("--list", action="store_true")
     parser.add_argument("regex", nargs="?", default="")
     options = parser.parse_args()
+    try:
+        re.compile(options.regex)
+    except re.error as error:
+        parser.error(f"{options.regex} is not a regular expression of Python: {error}")
     sys.stdout.reconfigure(line_buffering=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C: without a traceback, and nothing temporary is left
+        signal.signal(number, lambda n, _: sys.exit(128 + n))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # reports of strict mode end in abort()
 
     wrong, todo, used = [], [], set()
@@ -618,6 +623,9 @@ def main():
                 wrong += source_lines_differ(command)
             todo.append((command, rule))
     wrong += [f"dev/readme_commands.py: no page has a command for the rule {r.pattern}" for r in RULES if r.pattern not in used]
+
+    if not any(re.search(options.regex, command.key) for command, _ in todo):
+        parser.error(f"{options.regex} is found in no command: --list shows them")
 
     n_run, done, shown = 0, set(), {command.key for command, _ in todo if command.shown}
     with Tree() as tree:

@@ -49,6 +49,9 @@ def check(report, folder):
 
 
 def main():
+    if not sys.argv[1:] or sys.argv[1].startswith("-"):
+        print(__doc__.strip())
+        sys.exit(0 if sys.argv[1:] == ["--help"] else 2)
     n_wrong, total = 0, {}
     for folder in map(pathlib.Path, sys.argv[1:]):
         for report in sorted(folder.rglob("*.ptxas")):

@@ -190,7 +190,10 @@ def main():
     if options.forever:
         return stream_forever(options.url, options.forever)
     client = openai.OpenAI(base_url=options.url + "/v1", api_key=KEY, max_retries=0)
-    model = client.models.list().data[0].id
+    try:
+        model = client.models.list().data[0].id
+    except openai.APIConnectionError:
+        fail(f"no server answers at {options.url}: start ./generate --serve")
     check_answers(client, model)
     check_errors(client, model)
     check_bytes(options.url)

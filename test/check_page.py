@@ -162,8 +162,8 @@ def main():
     parser.add_argument("--screenshot")
     options = parser.parse_args()
     program = os.environ.get("LLM_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
-    if not program:
-        print("check_page: skipped: there is no Chromium")
+    if not (program and shutil.which(program)):
+        print("check_page: skipped: there is no " + (program or "Chromium; LLM_CHROMIUM may name one"))
         sys.exit(77)
     with folder_for_chromium() as folder:
         page = Browser(program, options.url, folder)

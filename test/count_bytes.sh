@@ -3,6 +3,9 @@
 # other kernels (those with the tag [counted]), with programs whose kernels report each byte that they read and write
 # (make count). Fails where a launcher states other numbers, and where no run has a kernel.
 set -u
+for file in "${1:-}" "${2:-}"; do
+    [ -x "$file" ] || { echo "test/count_bytes.sh: give a train_gpt and a run_tests that \`make count\` has built, not '$file'" >&2; exit 2; }
+done
 program=$(realpath "$1") tests=$(realpath "$2")
 cd "$(dirname "$0")/.."
 work=$(mktemp -d)

@@ -4,8 +4,12 @@
 # The corpus of a fuzzer, build/fuzz/corpus/FUZZER, begins with golden files that its reader accepts.
 set -eu
 cd "$(dirname "$0")/.."
+[[ ${1:-} =~ ^[1-9][0-9]*$ ]] || { echo "test/fuzz.sh ${1:-}: give whole seconds, at least 1 (make fuzz: FUZZ_SECONDS)" >&2; exit 2; }
 seconds=$1
 shift
+for fuzzer in "$@"; do
+    [ -x "build/fuzz/$fuzzer" ] || { echo "test/fuzz.sh: there is no build/fuzz/$fuzzer: \`make fuzz\` builds it" >&2; exit 2; }
+done
 
 # Prints the number as N little-endian bytes.
 little_endian() {

@@ -24,6 +24,7 @@ set -u
 cd "$(dirname "$0")/.."
 [ -n "${TMPDIR:-}" ] || { [ -w /dev/shm ] && export TMPDIR=/dev/shm; }
 
+[ "${1:-}" = --one ] || [[ ${1:-} == [!-]* ]] || { sed -n '2,/^[^#]/s/^# \?//p' test/run_each.sh; [ "${1:-}" = --help ] && exit 0; exit 2; }
 if [ "$1" = --one ]; then
     name=$2
     file=$RUNS/$(printf %s "$name" | tr -c 'a-zA-Z0-9' _ | cut -c 1-120)-$$
@@ -63,6 +64,7 @@ if [ "$1" = --one ]; then
 fi
 
 build=$1 filter=${2:-}
+[ -x "$build/run_tests" ] || { echo "test/run_each.sh: there is no $build/run_tests: \`make tests\` builds it" >&2; exit 2; }
 CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0}
 export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES%%,*}
 cores=$(nproc)

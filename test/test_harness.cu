@@ -539,3 +539,80 @@ TEST_CASE("make gpu-bundle: what a machine without a network lacks", "[program][
         CHECK_THAT(compiled.err, ContainsSubstring(bundle + "/include/" + header));
     CHECK(run_shell(concat("[ $(du -sk ", bundle, " | cut -f 1) -lt 60000 ]")).status == 0);
 }
+
+namespace {
+
+// The program: where there are several, python3 may be a script that looks for it. Empty if there is none.
+std::string python_itself() {
+    const std::string path = run_shell("python3 -c 'import sys; print(sys.executable)'").out;
+    return path.substr(0, path.find('\n'));
+}
+std::string with_python(std::string command, const std::string& python) {
+    const size_t at = command.find("python3 ");
+    return at == std::string::npos ? command : command.replace(at, 7, python);
+}
+
+}  // namespace
+
+TEST_CASE("scripts refuse what they cannot use, in one line", "[program][harness]") {
+    const std::string python = python_itself();
+    const std::pair<const char*, const char*> cases[] = {
+        {"dev/bench.sh build/none", "there is no build/none/dev/bench_report"},
+        {"dev/profile.sh build/none", "there is no build/none/dev/bench_report"},
+        {"test/run.sh build/none", "there is no build/none/run_tests"},
+        {"test/run_each.sh build/none", "there is no build/none/run_tests"},
+        {"test/gpu_choices.sh build/none", "there is no build/none/run_tests"},
+        {"test/count_bytes.sh none none", "not 'none'"},
+        {"test/fuzz.sh 1 none", "there is no build/fuzz/none"},
+        {"test/fuzz.sh none", "give whole seconds"},
+        {"dev/data/fetch.sh fineweb-edu 0", "give the number of shards"},
+        {"CHECK_STEPS=test dev/gpu_check.sh build/none", "CHECK_STEPS: test: use some of"},
+        {"WINDOW_STEPS=test dev/gpu_window.sh build/none", "WINDOW_STEPS: test: use some of"},
+        {"ROUNDS=0 python3 dev/bench_cpu.py", "ROUNDS=0: give a whole number"},
+        {"DTYPES=fp16 python3 dev/bench_cpu.py", "DTYPES=fp16: give fp32"},
+        {"python3 dev/bench_cpu.py build/none", "dev/bench_cpu: `make bench-cpu` builds it"},
+        {"LLM_PYTHON= python3 dev/bench_inference.py", "LLM_PYTHON must name"},
+        {"LLM_PYTHON=python3 BATCHES=8,x python3 dev/bench_inference.py", "BATCHES=x: give whole numbers"},
+        {"python3 dev/long_functions.py none.cu", "there is no file none.cu"}};
+    for (const auto& [command, reason] : cases) {
+        const std::string text = command;
+        if (python.empty() && text.find("python3") != std::string::npos) continue;
+        INFO(command);
+        const Outcome outcome = run_shell(with_python(text, python));
+        CHECK(outcome.status == 2);
+        CHECK_THAT(outcome.out + outcome.err, ContainsSubstring(reason));
+        CHECK(count(outcome.out + outcome.err, "\n") == 1);
+    }
+    // With several lines: argparse's usage, or the head of the script, from another folder, too.
+    for (const char* command :
+         {"python3 dev/readme_commands.py '('", "python3 dev/docs.py", "python3 dev/floors.py --none",
+          "python3 dev/includes.py none", "python3 test/golden/runs/runs.py check none", "cd dev/data && ./fetch.sh",
+          "python3 test/golden/runs/runs.py show sgd none", "cd dev && ./bench.sh", "cd dev && ./gpu_bundle.sh",
+          "cd test && ./run_each.sh"}) {
+        if (python.empty() && std::string(command).find("python3") != std::string::npos) continue;
+        INFO(command);
+        const Outcome outcome = run_shell(with_python(command, python));
+        CHECK(outcome.status == 2);
+        CHECK(count(outcome.out + outcome.err, "Traceback") == 0);
+        CHECK(count(outcome.out + outcome.err, "\n") > 1);
+    }
+    CHECK(!std::filesystem::exists("build/none"));
+}
+
+TEST_CASE("Ctrl-C ends a script of ours without a traceback", "[program][harness]") {
+    const std::string python = python_itself();
+    if (python.empty()) SKIP_TEST("needs Python");
+    const TempFolder folder;  // what the scripts start sends them the signal
+    spit(folder / "bash", "#!/bin/sh\nkill -INT $PPID\nsleep 0.2\n");
+    REQUIRE(run_shell(concat("cd ", folder.path, " && chmod +x bash && mkdir dev && cp bash dev/bench_cpu && ",
+                             "cp bash dev/bench_report"))
+                .status == 0);
+    for (const std::string& script : {concat("PATH=", folder.path, ":$PATH python3 dev/readme_commands.py"),
+                                      concat("python3 test/golden/runs/runs.py check ", folder / "bash sgd"),
+                                      concat("python3 dev/bench_cpu.py ", folder.path)}) {
+        INFO(script);
+        const Outcome outcome = run_shell(with_python(script, python));
+        CHECK(outcome.status == 130);
+        CHECK(outcome.out + outcome.err == "");
+    }
+}

@@ -34,7 +34,7 @@ tinystories)
     echo "now: ./train_gpt --data data/tinystories/train.txt --val data/tinystories/valid.txt"
     ;;
 fineweb-edu)
-    [[ ${2:-1} =~ ^[1-9][0-9]*$ ]] || fail "fineweb-edu $2: give the number of shards, as 1"
+    [[ ${2:-1} =~ ^([1-9][0-9]{0,2}|1000)$ ]] || fail "fineweb-edu $2: give the number of shards, 1 to 1000"
     from=$hugging_face/datasets/karpathy/fineweb-edu-100B-gpt2-token-shards/resolve/main
     for name in val_000000 $(seq --format=train_%06g 1 "${2:-1}"); do
         get "$from/edu_fineweb_$name.bin" "data/fineweb-edu/edu_fineweb_$name.bin"
@@ -45,7 +45,7 @@ gpt2-tokenizer)
     get $hugging_face/openai-community/gpt2/resolve/main/tokenizer.json data/gpt2/tokenizer.json
     ;;
 *)
-    sed -n 's/^#   //p' "$0"
-    exit 2
+    sed -n 's/^#   //p' dev/data/fetch.sh
+    [ "${1:-}" = --help ] || exit 2
     ;;
 esac

@@ -10,6 +10,10 @@
 #   256 times                { uint16 e4m3 to half, e5m2 to half }
 set -eu
 include=${1:-/usr/local/cuda/include}
+[ -e "$include/cuda_fp8.h" ] || {
+    echo "make_number_formats.sh: there is no $include/cuda_fp8.h: give the folder of the CUDA Toolkit's headers" >&2
+    exit 2
+}
 here=$(cd "$(dirname "$0")" && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

@@ -32,6 +32,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -216,21 +217,32 @@ def main():
             sub.add_argument("--mpi", action="store_true", help="only runs with --ranks, as processes under mpirun")
         sub.add_argument("names", nargs="*")
     options = parser.parse_args()
+    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C: without a traceback, and nothing temporary is left
+        signal.signal(number, lambda n, _: sys.exit(128 + n))
     runs = read_runs()
     names = [name for name in runs if not options.names or any(fnmatch.fnmatch(name, wanted) for wanted in options.names)]
-    if not names:
-        parser.error(f"runs.txt has no run named {' or '.join(options.names)}")
+    for wanted in options.names:
+        if not fnmatch.filter(runs, wanted):
+            parser.error(f"runs.txt has no run named {wanted}")
     if options.command == "show":
         for name in names:
             print(name, " ".join(runs[name][1]), f"(resumes {runs[name][2]})" if runs[name][2] else "")
         return 0
     options.program = os.path.abspath(options.program)
+    if not os.access(options.program, os.X_OK) or os.path.isdir(options.program):
+        parser.error(f"{options.program} is no program: give a train_gpt, as build/cpu/train_gpt")
     if options.command == "record":
         return record(options, runs, names)
     if options.quick:
         names = [name for name in names if runs[name][0] == "quick"]
     if options.mpi:
         names = [name for name in names if "--ranks" in runs[name][1] and "--ranks-per-node" not in runs[name][1]]
+        if not shutil.which("mpirun"):
+            parser.error("--mpi needs mpirun: ./install.sh installs it")
+    if not names:
+        parser.error("none of these runs is left by --quick or --mpi")
+    if not os.path.exists(options.table):
+        parser.error(f"there is no table {options.table}: `runs.py --table {options.table} record PROGRAM` writes one")
     return check(options, runs, names)
 
 
