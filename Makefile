@@ -657,7 +657,7 @@ clean:
 	rm -rf build $(PROGRAMS) compile_commands.json
 
 help:
-	@echo 'make                        build the programs (./train_gpt); says for which device and why'
+	@echo 'make                        build ./train_gpt and ./generate; says for which device and why'
 	@echo 'make test                   build and run all tests; on the CPU the kernel tests also in strict mode, three seeds'
 	@echo 'make tests                  build the tests only; then: build/cpu/run_tests --list-tests, "[rmsnorm]", ...'
 	@echo 'make debug                  build without optimisation into build/<device>-debug, for gdb; in seconds with'

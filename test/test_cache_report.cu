@@ -1,4 +1,4 @@
-// What the reports say of simulated runs, and the issue's bound on wasted memory.
+// What the reports say of simulated runs, and that pages waste less than 4 % of the memory that they take.
 //
 //   run:   build/cpu/run_tests -# "[#test_cache_report]"
 #include <cstdlib>

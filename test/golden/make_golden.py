@@ -23,7 +23,7 @@ Small models, all with odd sizes (no power of two where the architecture leaves 
     qwen2_window  a sliding window from the second layer on (max_window_layers 1); logits and loss only
     qwen3         RMSNorm of each query and key head; a head size that is not C / H; grouped-query
     deepseek      multi-head latent attention with a query latent, RoPE of neighbours, YaRN with mscale; no experts
-    deepseek_lite the same without a query latent and with RoPE of halves, tied head; logits and loss only
+    deepseek_lite the same without a query latent and YaRN, with RoPE of halves, tied head; logits and loss only
     mfa           multi-matrix factorization attention: transformers has none, so its model is written here (`MfaAttention`)
 
 What is true?  The reference is the float64 model, rounded to float32 once at the end. It starts from the same float32
