@@ -28,7 +28,7 @@
 #   LLMC=llm.c                            the folder of llm.c's source, if it is there; LLMC_MAKE: flags for its Makefile
 set -u
 cd "$(dirname "$0")/.."
-[[ ${1:-} == [!-]* ]] || { sed -n '2,/^[^#]/s/^# \?//p' dev/bench.sh; [ "${1:-}" = --help ] && exit 0; exit 2; }
+. dev/usage.sh dev/bench.sh "$@"
 build=$1
 [ -x "$build/dev/bench_report" ] || { echo "dev/bench.sh: there is no $build/dev/bench_report: \`make bench\` builds what it needs" >&2; exit 2; }
 case $build in *cuda*) device=cuda ;; *) device=cpu ;; esac

@@ -24,27 +24,17 @@ import json
 import os
 import random
 import re
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 
+from script import end_on_signals, refuse, show_usage, whole_number
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BATCH, SEQ = 4, 64                                     # llm.c's
 JOBS = [("gpt2", BATCH, SEQ), ("tiny", 16, 128)]
 DTYPES = {"fp32": "float32", "bf16": "bf16"}
-
-
-def refuse(why):
-    print(f"bench_cpu: {why}", file=sys.stderr)
-    sys.exit(2)
-
-
-def whole_number(name, text):
-    if not re.fullmatch(r"0*[1-9]\d*", text):
-        refuse(f"{name}={text}: give a whole number of at least 1")
-    return int(text)
 
 
 def output_of(command, **options):
@@ -168,11 +158,9 @@ def compare(job, rounds, steps, dtypes, build, python, llmc_folder, limit, work)
 
 
 def main():
-    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C: without a traceback, and nothing temporary is left
-        signal.signal(number, lambda n, _: sys.exit(128 + n))
+    end_on_signals()
     if sys.argv[1:] == ["--help"]:
-        print(__doc__.strip())
-        return
+        show_usage(__doc__)
     build = os.path.join(ROOT, sys.argv[1] if len(sys.argv) > 1 else "build/cpu")
     asked = {name: os.environ.get(name, default) for name, default in
              (("LLM_PYTHON", ""), ("LLMC", ""), ("ROUNDS", "3"), ("STEPS", "8"), ("MODEL", ""), ("DTYPES", "fp32,bf16"),

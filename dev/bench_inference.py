@@ -21,7 +21,6 @@ import concurrent.futures
 import json
 import os
 import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -29,6 +28,8 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+
+from script import end_on_signals, refuse, show_usage, whole_number
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TOKENS = 64
@@ -152,17 +153,6 @@ class LlamaServer:
         return sum(answer["tokens_predicted"] for answer in answers) / seconds
 
 
-def refuse(why):
-    print(f"bench_inference: {why}", file=sys.stderr)
-    sys.exit(2)
-
-
-def whole_number(name, text):
-    if not re.fullmatch(r"0*[1-9]\d*", text):
-        refuse(f"{name}={text}: give whole numbers of at least 1")
-    return int(text)
-
-
 def output_of(command):
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, stdin=subprocess.DEVNULL)
     if done.returncode != 0:
@@ -218,11 +208,9 @@ def run_rounds(work, build, n_rounds, sizes, ask, llama):
 
 
 def main():
-    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C: without a traceback, and nothing temporary is left
-        signal.signal(number, lambda n, _: sys.exit(128 + n))
+    end_on_signals()
     if sys.argv[1:] == ["--help"]:
-        print(__doc__.strip())
-        return
+        show_usage(__doc__)
     build = os.path.join(ROOT, sys.argv[1] if len(sys.argv) > 1 else "build/cpu")
     python, llama = os.environ.get("LLM_PYTHON", ""), os.environ.get("LLAMA_CPP", "")
     if not python:

@@ -18,13 +18,14 @@ import importlib.util
 import os
 import pathlib
 import random
-import signal
 import struct
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
+
+from script import end_on_signals
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 try:
@@ -220,8 +221,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds, of which the best counts")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_intermixed_args()
-    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C: without a traceback, and nothing temporary is left
-        signal.signal(number, lambda n, _: sys.exit(128 + n))
+    end_on_signals()
     for path in [args.program, *args.files]:
         if not os.path.isfile(path):
             parser.error(f"there is no file {path}")

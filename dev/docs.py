@@ -16,11 +16,11 @@ dev/readme_commands.py runs the commands of the pages and compares what they pri
 """
 import os
 import re
-import signal
 import sys
 
 import floors
 from readme_commands import ROOT, Tree, pages, read, refreshed
+from script import end_on_signals, show_usage
 
 # First folders of paths that a run or a build creates, or that exist on a reader's machine: they are not in the repository.
 NOT_OURS = ("runs/", "build/", "path/", "my_text/", "gpu-bundle/", "/")
@@ -104,9 +104,8 @@ def first_difference(page, want):
 
 def main():
     if len(sys.argv) != 2 or sys.argv[1] not in ("write", "flags", "check"):
-        floors.show_usage(__doc__)
-    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C: without a traceback, and nothing temporary is left
-        signal.signal(number, lambda n, _: sys.exit(128 + n))
+        show_usage(__doc__)
+    end_on_signals()
     wrong = []
     with Tree() as tree:
         if sys.argv[1] != "check":

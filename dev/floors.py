@@ -16,17 +16,13 @@ import re
 import sys
 import textwrap
 
+from script import show_usage
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SOURCES = ('.cu', '.cuh', '.h', '.cpp')
 PROGRAMS = 'programs'  # the name under which the programs in the root are treated as a folder
 CPU = 'cpu'
 CPU_VECTORS = 'cpu/cpu_vector.h'
-
-
-def show_usage(text):
-    """Ends a script that was asked for --help, or got arguments that it does not take."""
-    print(text.strip())
-    sys.exit(0 if sys.argv[1:] == ['--help'] else 2)
 
 
 def makefile_variable(name, root=ROOT):

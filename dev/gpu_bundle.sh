@@ -13,7 +13,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 : "${CXX:=g++}" "${CUDA_HOME:=/usr/local/cuda}"
-[[ ${1:-} == [!-]* ]] || { sed -n '2,/^[^#]/s/^# \?//p' dev/gpu_bundle.sh; [ "${1:-}" = --help ] && exit 0; exit 2; }
+. dev/usage.sh dev/gpu_bundle.sh "$@"
 folder=$1
 part=$folder.part
 rm -rf "$part"

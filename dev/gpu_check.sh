@@ -24,7 +24,7 @@ set -u
 trap 'for job in $(jobs -p); do kill -- "-$job" 2> /dev/null; done' EXIT
 trap 'trap "" INT TERM; exit 130' INT TERM
 cd "$(dirname "$0")/.."
-[[ ${1:-} == [!-]* ]] || { sed -n '2,/^[^#]/s/^# \?//p' dev/gpu_check.sh; [ "${1:-}" = --help ] && exit 0; exit 2; }
+. dev/usage.sh dev/gpu_check.sh "$@"
 build=$1
 case $build in *cuda*) device=cuda ;; *) device=cpu ;; esac
 : "${CHECK_OUT:=$build/gpu_check}" "${CHECK_SECONDS:=540}" "${CHECK_TESTS:=}" "${CHECK_STEPS:=build tests nccl full_size sanitizers}" "${MAKE:=make}"

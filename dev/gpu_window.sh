@@ -23,7 +23,7 @@
 #   WINDOW_OUT=build/<device>/window
 set -u
 cd "$(dirname "$0")/.."
-[[ ${1:-} == [!-]* ]] || { sed -n '2,/^[^#]/s/^# \?//p' dev/gpu_window.sh; [ "${1:-}" = --help ] && exit 0; exit 2; }
+. dev/usage.sh dev/gpu_window.sh "$@"
 build=$1
 case $build in
     *cuda*) device=cuda && : "${MODEL:=gpt2}" "${BATCH:=64}" "${SEQ:=1024}" "${DTYPE:=bf16}" ;;

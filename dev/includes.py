@@ -10,8 +10,9 @@ import os
 import re
 import sys
 
-from floors import ROOT, includes, makefile_variable, product_files, read_floors, show_usage, sources_in
+from floors import ROOT, includes, makefile_variable, product_files, read_floors, sources_in
 from long_functions import without_comments_and_strings
+from script import show_usage
 
 # Of each header the names that we use. A name of std::ranges and one that begins with another of these (count, count_if)
 # need no entry.

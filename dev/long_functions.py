@@ -13,7 +13,8 @@ import os
 import re
 import sys
 
-from floors import ROOT, product_files, read_floors, show_usage
+from floors import ROOT, product_files, read_floors
+from script import show_usage
 
 LIMIT, DEVICE_LIMIT = 60, 80
 

@@ -16,7 +16,7 @@
 #   PROFILE_OUT=build/<device>/profile           where the results go
 set -u
 cd "$(dirname "$0")/.."
-[[ ${1:-} == [!-]* ]] || { sed -n '2,/^[^#]/s/^# \?//p' dev/profile.sh; [ "${1:-}" = --help ] && exit 0; exit 2; }
+. dev/usage.sh dev/profile.sh "$@"
 build=$1
 [ -x "$build/dev/bench_report" ] || { echo "dev/profile.sh: there is no $build/dev/bench_report: \`make profile\` builds what it needs" >&2; exit 2; }
 case $build in

@@ -37,6 +37,8 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 
+from script import end_on_signals
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LANGUAGES = ("sh", "console", "cpp", "text")
 SECONDS = 900  # that a command may take
@@ -605,8 +607,7 @@ def main():
     except re.error as error:
         parser.error(f"{options.regex} is not a regular expression of Python: {error}")
     sys.stdout.reconfigure(line_buffering=True)
-    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C: without a traceback, and nothing temporary is left
-        signal.signal(number, lambda n, _: sys.exit(128 + n))
+    end_on_signals()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # reports of strict mode end in abort()
 
     wrong, todo, used = [], [], set()

@@ -6,7 +6,7 @@
 # properties of a GPU also as on an A100, an RTX 4090 and a T4, and with one multiprocessor.
 set -u
 cd "$(dirname "$0")/.."
-[[ ${1:-} == [!-]* ]] || { sed -n '2,/^[^#]/s/^# \?//p' test/gpu_choices.sh; [ "${1:-}" = --help ] && exit 0; exit 2; }
+. dev/usage.sh test/gpu_choices.sh "$@"
 build=$1
 shift
 [ -x "$build/run_tests" ] || { echo "test/gpu_choices.sh: there is no $build/run_tests: \`make gpu-choices\` builds it" >&2; exit 2; }

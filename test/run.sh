@@ -18,7 +18,7 @@ set -u
 cd "$(dirname "$0")/.."
 # What tests write and sync goes to memory where there is such a file system: a checkpoint waits for its disk.
 [ -n "${TMPDIR:-}" ] || { [ -w /dev/shm ] && export TMPDIR=/dev/shm; }
-[[ ${1:-} == [!-]* ]] || { sed -n '2,/^[^#]/s/^# \?//p' test/run.sh; [ "${1:-}" = --help ] && exit 0; exit 2; }
+. dev/usage.sh test/run.sh "$@"
 build=$1
 shift
 [ -x "$build/run_tests" ] || { echo "test/run.sh: there is no $build/run_tests: \`make tests\` builds it" >&2; exit 2; }

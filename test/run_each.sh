@@ -24,7 +24,7 @@ set -u
 cd "$(dirname "$0")/.."
 [ -n "${TMPDIR:-}" ] || { [ -w /dev/shm ] && export TMPDIR=/dev/shm; }
 
-[ "${1:-}" = --one ] || [[ ${1:-} == [!-]* ]] || { sed -n '2,/^[^#]/s/^# \?//p' test/run_each.sh; [ "${1:-}" = --help ] && exit 0; exit 2; }
+[ "${1:-}" = --one ] || . dev/usage.sh test/run_each.sh "$@"
 if [ "$1" = --one ]; then
     name=$2
     file=$RUNS/$(printf %s "$name" | tr -c 'a-zA-Z0-9' _ | cut -c 1-120)-$$

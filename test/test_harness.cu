@@ -568,7 +568,7 @@ TEST_CASE("scripts refuse what they cannot use, in one line", "[program][harness
         {"dev/data/fetch.sh fineweb-edu 0", "give the number of shards"},
         {"CHECK_STEPS=test dev/gpu_check.sh build/none", "CHECK_STEPS: test: use some of"},
         {"WINDOW_STEPS=test dev/gpu_window.sh build/none", "WINDOW_STEPS: test: use some of"},
-        {"ROUNDS=0 python3 dev/bench_cpu.py", "ROUNDS=0: give a whole number"},
+        {"ROUNDS=0 python3 dev/bench_cpu.py", "ROUNDS=0: give whole numbers"},
         {"DTYPES=fp16 python3 dev/bench_cpu.py", "DTYPES=fp16: give fp32"},
         {"python3 dev/bench_cpu.py build/none", "dev/bench_cpu: `make bench-cpu` builds it"},
         {"LLM_PYTHON= python3 dev/bench_inference.py", "LLM_PYTHON must name"},

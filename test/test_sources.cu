@@ -12,8 +12,8 @@ bool python_is_here() { return python("-c ''").status == 0; }
 
 // A copy of the scripts, with a Makefile of three floors, in a folder that the scripts take for the repository.
 void make_tree(const TempFolder& tree, const std::vector<std::pair<std::string, std::string>>& files) {
-    run_shell(
-        concat("mkdir -p ", tree / "dev", " && cp dev/floors.py dev/includes.py dev/long_functions.py ", tree / "dev"));
+    run_shell(concat("mkdir -p ", tree / "dev",
+                     " && cp dev/floors.py dev/includes.py dev/long_functions.py dev/script.py ", tree / "dev"));
     std::ofstream(tree / "Makefile") << "FLOORS := core | io layers | io optim | .\n";
     for (const auto& [path, text] : files) {
         std::filesystem::create_directories(std::filesystem::path(tree / path).parent_path());
