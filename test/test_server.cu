@@ -592,6 +592,8 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     refused(post(R"({"prompt": [[1], [2]], "logit_bias": {)" + biases + "}}"), 400, "together more than 2000",
             "prompt");
     refused(post(R"({"prompt": "a", "stop": [""]})"), 400, "empty", "stop");
+    for (const char* const other : {"5", "[5]", "{}"})
+        refused(post(concat(R"({"prompt": "a", "stop": )", other, "}")), 400, "a string or a list of strings", "stop");
     CHECK(post(R"({"prompt": "a", "max_tokens": 1, "n": 2, "best_of": 2})").status == 200);
     refused(post(R"({"prompt": "a", "n": 2, "best_of": 3})"), 400, "this server knows only 2", "best_of");
     refused(post(R"({"prompt": "a", "temprature": 1})"), 400, "no such field", "temprature");
@@ -612,6 +614,7 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     refused(post(R"({"prompt": "a", "model": "other"})"), 404, "no model \"other\"", "model");
     const char* const talk = "/v1/chat/completions";
     refused(post("{}", "", talk), 400, "missing", "messages");
+    refused(post(R"({"messages": ["a"]})", "", talk), 400, "expected {\"role\": ...", "messages[0]");
     refused(post(R"({"messages": [{"role": "robot", "content": "a"}]})", "", talk), 400, "robot", "messages[0].role");
     refused(post(R"({"messages": [{"role": "user", "content": 1}]})", "", talk), 400, "a string",
             "messages[0].content");
