@@ -3,7 +3,31 @@
 #include "train_runs.h"
 #include "training/training.h"
 
+#include <cstdlib>
 #include <filesystem>
+
+TEST_CASE("the file of matrix products lies in XDG_CACHE_HOME, or in the .cache of HOME", "[choices]") {
+    const auto set = [](const char* name, const char* value) {
+        if (value) setenv(name, value, 1);
+        else unsetenv(name);
+    };
+    const auto value_of = [](const char* name) {
+        const char* value = std::getenv(name);
+        return value ? std::optional<std::string>(value) : std::nullopt;
+    };
+    const auto cache = value_of("XDG_CACHE_HOME"), home = value_of("HOME");
+    const auto folder_with = [&](const char* its_cache, const char* its_home) {
+        set("XDG_CACHE_HOME", its_cache), set("HOME", its_home);
+        const std::string file = matmul_file();
+        return file.substr(0, file.find("/matmul-"));
+    };
+    CHECK(folder_with("/c", "/h") == "/c/llm.cu");
+    for (const char* none : {static_cast<const char*>(nullptr), "", "relative"}) {
+        CHECK(folder_with(none, "/h") == "/h/.cache/llm.cu");
+        for (const char* no_home : {static_cast<const char*>(nullptr), ""}) CHECK(folder_with(none, no_home).empty());
+    }
+    set("XDG_CACHE_HOME", cache ? cache->c_str() : nullptr), set("HOME", home ? home->c_str() : nullptr);
+}
 
 TEST_CASE("the file of matrix products is for one GPU, one cuBLASLt and one of our kernels", "[choices]") {
     const std::string choices = "32x24x7 f32 f32 f32 nn plain: parts  # 1.0 us\n", text = matmul_file_text(choices);
