@@ -223,6 +223,58 @@ TEST_CASE("what several flags mean together", "[mistyped]") {
         CHECK(one_line_with(error_of([&, its = arguments] { parse(its); }), words));
 }
 
+TEST_CASE("the smallest and the largest value of a flag are taken, and what lies beyond is refused", "[mistyped]") {
+    const std::pair<std::vector<std::string>, const char*> refused[] = {
+        {{"--batch", "0"}, "--batch, --seq and --steps must be positive"},
+        {{"--seq", "0"}, "--batch, --seq and --steps must be positive"},
+        {{"--micro-batch", "-1"}, "--micro-batch must not be negative"},
+        {{"--compress-rank", "0"}, "--compress-rank 0: use 1 to 16"},
+        {{"--zero", "-1"}, "--zero -1: use 0, 1, 2 or 3"},
+        {{"--zero", "4"}, "--zero 4: use 0, 1, 2 or 3"},
+        {{"--bucket-mib", "0"}, "--bucket-mib must be positive"},
+        {{"--dp-mode", "zero"}, "--dp-mode zero: use ddp or naive"},
+        {{"--beta1", "-0.1"}, "it must lie in [0, 1)"},
+        {{"--weight-decay", "-0.1"}, "--weight-decay: in float32 it is -0.1, and it must be a number >= 0"},
+        {{"--temperature", "1.1e6", "--sample", "1"}, "it must lie between 1e-6 and 1e6"},
+        {{"--eot", "2147483648"}, "--eot 2147483648: a token id, or -1"},
+        {{"--val-fraction", "-0.1"}, "--val-fraction -0.1: it must be 0, or lie between 0 and 1"},
+        {{"--val-every", "-1"}, "must not be negative"},
+        {{"--val-sequences", "0"}, "--val-sequences must be positive"},
+        {{"--sample", "-1"}, "must not be negative"},
+        {{"--save-every", "-1"}, "must not be negative"},
+        {{"--keep", "-1"}, "must not be negative"},
+        {{"--plan", "--params", "-1"}, "--params"},
+        {{"--plan", "--tp", "100000000"}, "ranks can be planned"},
+        {{"--plan", "--tp-mode", "2.5d", "--tp-depth", "100000000"}, "ranks can be planned"},
+        {{"--draw", "--pp", "0", "--micro-batches", "2"}, "--pp must be at least 1"},
+        {{"--draw", "--pp", "2", "--micro-batches", "-1"}, "--micro-batches must not be negative"},
+        {{"--draw", "--pp", "2", "--micro-batches", "0"}, "--micro-batches must be at least 1"},
+        {{"--draw", "--pp", "1025", "--micro-batches", "2"}, "--pp 1025 with --draw: at most 1024"},
+        {{"--ranks", "2", "--pp", "2", "--memory-limit", "2"}, "--memory-limit has no effect with --pipeline 1f1b"},
+        {{"--ranks", "2", "--pp", "2", "--times", "1,1,1,0"}, "--times has no effect with --pipeline 1f1b"},
+        {{"--ranks", "2", "--all-reduce", "ring", "--ranks-per-node", "1"},
+         "--ranks-per-node has no effect with --all-reduce ring"},
+    };
+    for (const auto& [arguments, words] : refused) {
+        INFO(arguments.front() << " " << arguments.back());
+        CHECK(one_line_with(error_of([&, its = arguments] { parse(its); }), words));
+    }
+    for (const std::string rank : {"1", "16"})
+        CHECK(parse({"--ranks", "2", "--compress", "powersgd", "--compress-rank", rank}).data_parallel.compress.rank ==
+              std::stoi(rank));
+    CHECK(parse({"--beta1", "0"}).optimizer_options.beta1 == 0);
+    CHECK(parse({"--seed", "0"}).seed == 0);
+    CHECK(parse({"--eot", "2147483647"}).eot == 2147483647);
+    for (const auto& [text, number] : {std::pair("1e-6", 1e-6), {"1e6", 1e6}})
+        CHECK(parse({"--temperature", text, "--sample", "1"}).temperature == number);
+    CHECK_NOTHROW(parse({"--draw", "--pp", "1024", "--micro-batches", "1", "--times", "1e6,1e6,1e6,1e6"}));
+    CHECK_NOTHROW(parse({"--dtype", "bf16", "--master", "fp32"}));
+    // Their names in PyTorch.
+    for (const auto& [name, dtype] :
+         {std::pair("float32", DType::f32), {"bfloat16", DType::bf16}, {"float16", DType::f16}})
+        CHECK(parse({"--dtype", name}).precision.dtype == dtype);
+}
+
 TEST_CASE("the preset tiny is as long as --seq; what its sizes allow at most", "[mistyped]") {
     std::optional<RunModel> model;
     const auto fault = [&](const std::vector<std::string>& flags) { return open_model(parse(flags), model); };
