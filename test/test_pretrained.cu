@@ -25,6 +25,7 @@ void make_model(const std::string& folder, const std::string& run) {
     spit(folder + "/chat_template.jinja", "{{ messages[0].content }}\n");
     std::filesystem::create_directories(folder + "/additional_chat_templates");
     spit(folder + "/additional_chat_templates/tool.jinja", "{{ tools }}\n");
+    spit(folder + "/additional_chat_templates/notes.txt", "not a template\n");
     spit(folder + "/generation_config.json", "{\"eos_token_id\": [600, 3], \"top_k\": 7}\n");
     json config = read_json(folder + "/config.json");
     config["eos_token_id"] = value(std::vector{600, 3});
@@ -69,6 +70,10 @@ TEST_CASE("--init begins with an evaluation, and with a lower learning rate", "[
     CHECK(read_csv_log(plain + "/log.csv").size() == 8);
     CHECK(slurp(newest_checkpoint(plain) + "/model.safetensors") ==
           slurp(newest_checkpoint(second) + "/model.safetensors"));
+    // Nor is there one where no text is held out.
+    const std::string all = folder / "all";
+    REQUIRE(train_8("--steps 1 --warmup 0 --val-fraction 0 --out " + all + " --init " + first).status == 0);
+    CHECK(read_csv_log(all + "/log.csv").size() == 1);
 }
 
 TEST_CASE("a checkpoint of a model of bytes has their tokenizer", "[program][pretrained]") {
@@ -112,6 +117,7 @@ TEST_CASE("what lies beside the weights of --init is found, and kept", "[program
         for (const std::string name : {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
                                        "generation_config.json", "additional_chat_templates/tool.jinja"})
             CHECK(slurp(newest_checkpoint(run) + "/" + name) == slurp(model + "/" + name));
+        CHECK_FALSE(std::filesystem::exists(newest_checkpoint(run) + "/additional_chat_templates/notes.txt"));
         const json config = read_json(newest_checkpoint(run) + "/config.json");
         CHECK(config["eos_token_id"] == value(std::vector{600, 3}));
         CHECK(config["pad_token_id"] == 3);
@@ -152,6 +158,10 @@ TEST_CASE("an explicit --tokenizer wins over the one beside the model", "[progra
         CHECK(read_json(checkpoint + "/generation_config.json") == json(Json::objectValue));
         std::filesystem::remove_all(run);
     }
+    // A copy of the model's own is no other one: its ids and settings are kept.
+    REQUIRE(train_8("--steps 1 --warmup 0 --out " + run + " --init " + model + " --tokenizer " + kGpt2).status == 0);
+    CHECK(slurp(newest_checkpoint(run) + "/generation_config.json") == slurp(model + "/generation_config.json"));
+    CHECK(read_json(newest_checkpoint(run) + "/config.json")["eos_token_id"] == value(std::vector{600, 3}));
 }
 
 TEST_CASE("text that the model cannot read is refused at the start", "[program][pretrained]") {

@@ -329,6 +329,10 @@ TEST_CASE("where no step follows another one the account has no formula for ZeRO
         REQUIRE(run.status == 0);
         CHECK(numbers_of(run.out, "sent by all").size() == 1);
     }
+    // Where no step is made there is no account.
+    const Outcome none = run_program("train_gpt", "--resume --ranks 2 --zero 3 --out " + (folder / "run"));
+    CHECK(none.status == 0);
+    CHECK_THAT(none.out, ContainsSubstring("resumed after step 1") && !ContainsSubstring("sent by all"));
 }
 
 TEST_CASE("without ZeRO each rank has what the formula says, to the byte", "[program][ranks]") {

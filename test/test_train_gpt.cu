@@ -253,7 +253,10 @@ TEST_CASE("bad input ends with one line that says what to do", "[program][train_
          "model.norm.weight"},
         {"--data " + file("foreign.bin", shard(12345, 1, 4000, 8000, 5)), "12345"},
         {"--data " + file("cut.bin", shard(20240520, 1, 4000, 4000, 5)), "cut.bin"},
-        {"--data " + file("beyond.bin", shard(20240520, 1, 4000, 8000, 300)), "300"},
+        {"--data " + file("beyond.bin", shard(20240520, 1, 4000, 8000, 256)),
+         "token id 256, beyond the model's vocabulary of 256"},
+        {"--val-fraction 0 --data " + file("sixteen.txt", std::string(16, 'x')),
+         "has 16 tokens, and --seq 16 needs 17"},
         {"--tokenizer " + (folder / "absent.json"), "absent.json"},
         {"--tokenizer " + file("word.json", "{\"model\": {\"type\": \"WordPiece\"}}"), "WordPiece"},
         {"--batch 6 --micro-batch 4", "--micro-batch"},
@@ -313,6 +316,10 @@ TEST_CASE("output that cannot be written is one clear line", "[program][train_gp
         CHECK(one_line_with(outcome.err.substr(0, outcome.err.size() - 1), "train_gpt: ", out));
     }
     CHECK(slurp(folder / "file") == "in the way");
+    std::filesystem::create_directories(folder / "blocked");
+    spit(folder / "blocked/checkpoints", "in the way");
+    CHECK_THAT(line_of(train("--steps 1 --warmup 0 --out " + (folder / "blocked"))),
+               ContainsSubstring("step 1 could not be saved, and no checkpoint was before it: cannot make the folder"));
     std::filesystem::create_symlink("/proc/tty", folder / "runs");  // where no folder can be made
     const Outcome nowhere = run_shell(
         concat("cd ", folder.path, "; timeout 20 ", program_path("train_gpt"), " --seq 16 --data ", text_file()));
@@ -491,9 +498,11 @@ TEST_CASE("a loss that is not a number is traced to its sequences and documents"
     const std::string sequence = "first for sequence ";
     const int first = std::stoi(some.substr(some.find(sequence) + sequence.size()));
     REQUIRE(first > 0);
-    CHECK(
-        train(concat("--init ", folder / "broken", " --batch ", first, " --steps 1 --warmup 0 ", flags, folder / "run"))
-            .status == 0);
+    // (The held-out text has a "d": a validation loss that is not a number is never the best.)
+    const Outcome before = train(concat("--init ", folder / "broken", " --batch ", first,
+                                        " --steps 1 --warmup 0 --keep-best ", flags, folder / "run"));
+    CHECK(before.status == 0);
+    CHECK_THAT(before.out, ContainsSubstring("| val loss nan\n") && !ContainsSubstring("best "));
     // And what comes from a step that was too large is no fault of the first weights.
     CHECK_THAT(
         line_of(train("--lr 1e18 --clip 0 --warmup 0 --model " + (folder / "model.json") + " " + flags +
@@ -527,6 +536,8 @@ TEST_CASE("a run is neither overwritten nor continued as another one", "[program
     }
     for (const auto& [text, says] :
          {std::pair("[]", "it is not a JSON object"),
+          {"{}", "\"step\" is missing, or is not what it should be"},
+          {R"({"step": 1, "updates": "1"})", "\"updates\" is missing, or is not what it should be"},
           {R"({"step": 1, "updates": 1, "loss_scale": {"scale": 1, "good_steps": 0, "overflows": 0}})",
            "\"options\" is missing"},
           {R"({"step": 1, "updates": 1, "loss_scale": {"scale": 1, "good_steps": 0, "overflows": 0}, "options": {},
@@ -776,6 +787,13 @@ TEST_CASE("a resumed run refuses other data, unless they are meant", "[program][
                             concat(n_train(other), " tokens with checksum "), concat(n_train(original), " tokens"),
                             "--new-data"));
     }
+    // So is what is held out.
+    const std::string val = folder / "val.txt", with_val = folder / "with_val";
+    spit(val, original);
+    REQUIRE(train("--stop-after 1 --out " + with_val + " --val " + val).status == 0);
+    spit(val, changed);
+    CHECK(one_line_with(line_of(run_program("train_gpt", "--resume --out " + with_val)),
+                        "--resume: the held-out data are not those of the run", "--new-data"));
     CHECK(run_program("train_gpt", "--resume --new-data --stop-after 4 --out " + run).status == 0);
     CHECK(run_program("train_gpt", "--resume --stop-after 5 --out " + run).status == 0);  // they are the run's now
     // Another file is other data, too.
@@ -800,6 +818,14 @@ TEST_CASE("token shards are trained on without a tokenizer", "[program][train_gp
     INFO(outcome.err);
     REQUIRE(outcome.status == 0);
     CHECK_THAT(outcome.out, ContainsSubstring("token ids (there is no --tokenizer to show them as text): "));
+    // A model may have more tokens than there are bytes: a sample with one of the others has ids, too.
+    spit(folder / "wide.json",
+         R"({"model_type":"gpt2","vocab_size":512,"n_positions":64,"n_embd":8,"n_layer":1,"n_head":1,
+        "activation_function":"gelu_new","layer_norm_epsilon":1e-5})");
+    const Outcome wide =
+        train("--model " + (folder / "wide.json") + " --steps 1 --warmup 0 --sample 40 --out " + (folder / "wide"));
+    CHECK(wide.status == 0);
+    CHECK_THAT(wide.out, ContainsSubstring("\ntoken ids: "));
     const Outcome text = train(model + (folder / "other"));
     CHECK(text.status == 2);
     CHECK(one_line_with(text.err.substr(0, text.err.size() - 1), "vocabulary of 50257", "--tokenizer"));

@@ -397,9 +397,15 @@ TEST_CASE("--keep-best: where the best step cannot be saved, the best of the oth
             if (row.step != unsaved && (!best.val_loss || *row.val_loss < *best.val_loss)) best = row;
         return best.step;
     };
-    REQUIRE(train(flags + (folder / "first")).status == 0);
+    // One that is not the best, and cannot be saved, leaves the best what it is.
+    std::filesystem::create_directories(folder / "first/checkpoints");
+    std::filesystem::create_symlink("step-00000021", folder / "first/checkpoints/step-00000021");  // to itself
+    const Outcome first = train(flags + (folder / "first"));
+    REQUIRE(first.status == 0);
     const int64_t unsaved = best_of(folder / "first", 0);
-    REQUIRE((unsaved > 1 && unsaved < 24));
+    REQUIRE((unsaved > 1 && unsaved < 21));
+    CHECK_THAT(first.err, ContainsSubstring("step 21 could not be saved"));
+    CHECK_THAT(first.out, ContainsSubstring(concat("best     step ", unsaved, ", with a validation loss of")));
     const std::string run = folder / "run";
     REQUIRE(train(flags + run + " --stop-after 1").status == 0);
     const auto checkpoint = [&](int64_t step) {
@@ -435,14 +441,17 @@ TEST_CASE("progress is a line every --log-every steps, and one that changes in a
     for (const LogRow& row : read_csv_log(folder / "b/log.csv")) CHECK_FALSE(row.val_loss.has_value());
     if (run_shell("command -v script").status != 0) return;  // it runs a command in a terminal of its own
     const auto in_terminal = [&](const std::string& kind) {
-        return run_shell(concat("TERM=", kind, " script -qec '", program_path("train_gpt"), " --data ", text_file(),
-                                kSmall, "--out ", folder / kind, "' ", folder / "typescript"));
+        return run_shell(concat("TERM=", kind, " script -qec 'stty cols 40; ", program_path("train_gpt"), " --data ",
+                                text_file(), kSmall, "--out ", folder / kind, "' ", folder / "typescript"));
     };
     const Outcome terminal = in_terminal("xterm"), dumb = in_terminal("dumb");
     CHECK(terminal.status == 0);
     CHECK(count(terminal.out, "\rstep ") == 20);
     CHECK(count(terminal.out, "\nstep ") == 0);
     CHECK_THAT(terminal.out, ContainsSubstring("val loss"));
+    // What would go on in a second line of the terminal could not be replaced.
+    const size_t begin = terminal.out.find("\rstep ") + 1;
+    CHECK(terminal.out.find("\033[K", begin) == begin + 39);
     CHECK(count(dumb.out, "\nstep ") == 20);
     CHECK(count(dumb.out, "\033") == 0);
 }
