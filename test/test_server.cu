@@ -555,7 +555,9 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     refused(post("[1]"), 400, "not a JSON object");
     refused(post(std::string(100, '[')), 400, "levels");
     refused(post("{}"), 400, "\"prompt\" is missing", "prompt");
-    refused(post(R"({"prompt": {"a": 1}})"), 400, "expected a string, a list of strings", "prompt");
+    for (const char* prompt : {"[]", "{\"a\": 1}"})
+        refused(post(concat("{\"prompt\": ", prompt, "}")), 400, "expected a string, a list of strings", "prompt");
+    CHECK(post(R"({"prompt": [0, 255], "max_tokens": 1})").status == 200);
     refused(post(R"({"prompt": ""})"), 400, "no token", "prompt");
     for (const char* const token : {"-1", "256"})
         refused(post(concat(R"({"prompt": [1, )", token, "]}")), 400, concat("the token ", token), "prompt");
@@ -628,13 +630,16 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
             400, "only the first one can be", "messages[1].role");
     refused(post(R"({"messages": [{"role": "user", "content": [{"type": "image", "text": "a"}]}]})", "", talk), 400,
             "the model reads text only", "messages[0].content");
+    refused(post(R"({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]})", "", talk), 400,
+            "the model reads text only", "messages[0].content");
     refused(post(R"({"messages": [{"role": "assistant", "content": "a"}]})", "", talk), 400, "not the user's",
             "messages");
     for (const char* const most : {"0", "4000"})
         refused(post(concat(R"({"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": )", most, "}"),
                      "", talk),
                 400, "tokens", "max_completion_tokens");
-    refused(post(R"({"messages": []})", "", talk), 400, "a list of messages", "messages");
+    for (const char* list : {"[]", "{}", "{\"0\": {\"role\": \"user\", \"content\": \"a\"}}", "\"a\""})
+        refused(post(concat(R"({"messages": )", list, "}"), "", talk), 400, "a list of messages", "messages");
     const std::string message = R"({"messages": [{"role": "user", "content": "a"}], )";
     CHECK(
         post(
@@ -677,6 +682,14 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
                 "Expect: 100-continue\r\n" +
                     key + "\r\n"),
             413, "2000 bytes");  // as curl asks
+    // A body of the largest size, and one that is asked for.
+    const std::string fits = R"({"prompt": "a", "max_tokens": 1})" + std::string(1968, ' ');  // 2000 bytes
+    CHECK(post(fits).status == 200);
+    Client asks(server, concat("POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n", key,
+                               "Expect: 100-continue\r\nContent-Length: 2000\r\nConnection: close\r\n\r\n"));
+    CHECK(asks.read_until("\r\n\r\n").find("HTTP/1.1 100 Continue") == 0);
+    asks.send(fits);
+    CHECK(asks.read_all().find("HTTP/1.1 200 OK") != std::string::npos);
     CHECK(ask(server, http("GET", "/v1/models", "", "Authorization: bearer secret\r\n")).status == 200);
     for (const char* const charset : {";charset=utf-8", " ; charset=utf-8"})
         refused(ask(server, concat("POST /v1/completions HTTP/1.1\r\nContent-Type: application/json", charset,
@@ -737,6 +750,7 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     CHECK(in_chunks("9\r\n" + body.substr(0, 9) + "\r\n1E\r\n" + body.substr(9) + end).status == 200);
     for (const char* const length : {"0x27", "+27", " 27", "27 or so", "-5", "27;a\nb", "", "0000000000000027"})
         refused(in_chunks(concat(length, "\r\n", body, end)), 400, "not an HTTP request");
+    CHECK(in_chunks("7d0\r\n" + fits + end).status == 200);
     refused(in_chunks("7d1\r\n" + std::string(2001, ' ') + end), 413, "2000 bytes");
     refused(in_chunks("3e9\r\n" + std::string(1001, ' ') + "\r\n3e8\r\n" + std::string(1000, ' ') + end), 413,
             "2000 bytes");
