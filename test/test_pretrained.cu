@@ -187,9 +187,10 @@ TEST_CASE("text that the model cannot read is refused at the start", "[program][
     for (int i = 0; i < 2000; ++i) bytes += {static_cast<char>(i * 37 % 251), static_cast<char>(i % 2)};
     spit(shard, bytes);
     CHECK(one_line_with(refused("--init " + model), "Unigram", "token shards *.bin"));
-    const Outcome shards = train_8("--steps 2 --out " + run + " --init " + model + " --data " + shard);
+    const Outcome shards = train_8("--steps 2 --sample 3 --out " + run + " --init " + model + " --data " + shard);
     INFO(shards.err);
     CHECK(shards.status == 0);
+    CHECK_THAT(shards.out, ContainsSubstring("token ids (there is no --tokenizer to show them as text): "));
     CHECK(slurp(newest_checkpoint(run) + "/tokenizer.json") == slurp(model + "/tokenizer.json"));
     std::filesystem::remove_all(run);
     // One that cannot be seen is not taken for none: a run on shards would go on without it.

@@ -452,6 +452,7 @@ TEST_CASE("progress is a line every --log-every steps, and one that changes in a
     // What would go on in a second line of the terminal could not be replaced.
     const size_t begin = terminal.out.find("\rstep ") + 1;
     CHECK(terminal.out.find("\033[K", begin) == begin + 39);
+    CHECK(count(terminal.out, "\033[K\r\n") == 2);  // the lines of steps 10 and 20 stay
     CHECK(count(dumb.out, "\nstep ") == 20);
     CHECK(count(dumb.out, "\033") == 0);
 }
@@ -681,6 +682,14 @@ TEST_CASE("a step takes no longer where a document is long", "[program][train_gp
         few = step_ms(1 << 16), many = step_ms(1 << 25);
     INFO(few << " ms, " << many << " ms");
     CHECK(many < 4 * few);
+}
+
+TEST_CASE("a word is quoted where a shell would read it otherwise", "[train_gpt]") {
+    CHECK(shell_quoted("runs/1_a-b.c:d=e,f@g%h+i") == "runs/1_a-b.c:d=e,f@g%h+i");
+    CHECK(shell_quoted("") == "''");
+    CHECK(shell_quoted("a b") == "'a b'");
+    CHECK(shell_quoted("$HOME") == "'$HOME'");
+    CHECK(shell_quoted("it's") == "'it'\\''s'");
 }
 
 TEST_CASE("the command that continues a run is whole", "[program][train_gpt]") {
