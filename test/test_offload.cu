@@ -471,7 +471,9 @@ TEST_CASE("offload refuses what does not go with it", "[program][offload]") {
     // The last good step is what is saved, and a step that was half done does not say that it was not.
     const Outcome outcome =
         program(folder, "--offload optimizer --clip 0 --lr 1e20 --warmup 0 --save-every 1 --out " + (folder / "run"));
+    INFO(outcome.err);
     CHECK(outcome.status == 2);
-    CHECK(one_line_with(outcome.err.substr(0, outcome.err.size() - 1), "the loss is"));
+    CHECK(one_line_with(outcome.err.substr(0, outcome.err.size() - 1), "step 2: the loss is",
+                        "the weights have been updated with them. The step's data are sequences 3 to 5 of the run"));
     CHECK(outcome.err.find("unchanged") == std::string::npos);
 }

@@ -131,13 +131,16 @@ TEST_CASE("what lies beside the weights of --init is found, and kept", "[program
     std::filesystem::rename(folder / "moved", model);
     check_kept();
 
-    // --model finds the tokenizer, too; it has no weights.
+    // --model finds the tokenizer, too; it has no weights. What is missing beside it is made: of several tokens that
+    // end a text the first.
+    std::filesystem::remove(model + "/tokenizer_config.json");
     const Outcome random = train_8("--steps 2 --out " + (folder / "random") + " --model " + model + "/config.json");
     INFO(random.err);
     REQUIRE(random.status == 0);
     CHECK_THAT(random.out, ContainsSubstring("tokens (" + model + "/tokenizer.json)"));
     CHECK(slurp(newest_checkpoint(folder / "random") + "/chat_template.jinja") ==
           slurp(model + "/chat_template.jinja"));
+    CHECK(read_json(newest_checkpoint(folder / "random") + "/tokenizer_config.json")["eos_token"] == "<|endoftext|>");
 }
 
 TEST_CASE("an explicit --tokenizer wins over the one beside the model", "[program][pretrained]") {

@@ -328,6 +328,7 @@ TEST_CASE("where no step follows another one the account has no formula for ZeRO
         INFO(run.out << run.err);
         REQUIRE(run.status == 0);
         CHECK(numbers_of(run.out, "sent by all").size() == 1);
+        CHECK(run.out.find("\ndone in ") == run.out.rfind("\ndone in "));  // of rank 0 alone
     }
     // Where no step is made there is no account.
     const Outcome none = run_program("train_gpt", "--resume --ranks 2 --zero 3 --out " + (folder / "run"));

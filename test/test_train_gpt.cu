@@ -450,6 +450,28 @@ TEST_CASE("the picture of a run that held no text out names no validation loss",
     CHECK(same);
 }
 
+TEST_CASE("a sample has what a terminal can show, and begins with a line or the first token", "[train_gpt]") {
+    const std::shared_ptr<const Tokenizer> bytes = make_byte_tokenizer();
+    const auto [train, val] = open_mixed_train_and_val(text_file(), "", *bytes, 0.1);
+    RunData data{.tokenizer = bytes,
+                 .train_tokens = train,
+                 .val_tokens = val,
+                 .train = BatchReader(train, 16, 0),
+                 .val = BatchReader(val, 16, 0),
+                 .identity = {}};
+    CHECK(data.show(bytes->encode("a\tb\n\x7f\x1b[2J\xff\xc3\xa9~")) == "a\tb\n..[2J.\xc3\xa9~");
+    CHECK(data.show({'a', 256}) == "token ids: 97 256");
+    CHECK(data.prompt() == std::vector<int32_t>{'\n'});
+    data.is_text = false;
+    CHECK_THAT(data.show({'a'}), Catch::Matchers::EndsWith(": 97"));
+    int32_t first = 0;
+    val[0].tokens.read(0, 1, &first);
+    REQUIRE(first != 'L');
+    CHECK(data.prompt() == std::vector<int32_t>{first});
+    data.val.reset();
+    CHECK(data.prompt() == std::vector<int32_t>{'L'});
+}
+
 // Embeddings of one token that are infinite: the loss of the sequences with this token is not finite, that of the
 // others is.
 // A final norm that is infinite: no loss is finite.

@@ -430,8 +430,11 @@ TEST_CASE("progress is a line every --log-every steps, and one that changes in a
         for (size_t at = text.find(what); at != std::string::npos; at = text.find(what, at + 1)) ++n;
         return n;
     };
-    // Steps 8, 16, and those with a validation loss: 10 and 20.
-    CHECK(count(train("--log-every 8 --out " + (folder / "a")).out, "\nstep ") == 4);
+    // Steps 8, 16, the one with a validation loss, 10, and the last, 19.
+    const std::string some = train("--log-every 8 --stop-after 19 --out " + (folder / "a")).out;
+    CHECK(count(some, "\nstep ") == 4);
+    CHECK(count(some, "\nstep 19/20 ") == 1);
+    CHECK(count(some, " left") == 4);
     const Outcome none = train("--val-fraction 0 --out " + (folder / "b"));
     INFO(none.err);
     CHECK(none.status == 0);
@@ -575,8 +578,10 @@ TEST_CASE("Ctrl-C ends with the step that it names, also where the next one is l
     const TempFolder folder;
     const std::string run = folder / "run", other = folder / "other",
                       flags = "--batch 8 --seq 64 --steps 1000 --val-every 0 --val-sequences 4 --out ";
+    const double start = seconds_now();
     const Outcome stopped = with_background(folder, command(flags + run + " --run-ahead on --graph on"),
                                             "await 'step  *5/' out; kill -INT $pid; wait $pid; echo status $?");
+    const double seconds = seconds_now() - start;
     const std::string err = slurp(folder / "err");
     INFO(stopped.out << err << slurp(folder / "out"));
     CHECK_THAT(stopped.out, ContainsSubstring("status 0"));
@@ -584,6 +589,9 @@ TEST_CASE("Ctrl-C ends with the step that it names, also where the next one is l
     REQUIRE(std::sscanf(err.c_str(), "finishing step %lld, then saving", &step) == 1);
     const std::vector<LogRow> rows = read_csv_log(run + "/log.csv");
     CHECK(rows.back().step == step);
+    double ms = 0;
+    for (const LogRow& row : rows) ms += *row.step_ms;
+    CHECK((ms > 0 && ms < 1e3 * seconds));  // its own time, and none twice
     REQUIRE(train(concat(flags, other, " --stop-after ", step)).status == 0);
     check_same_end(run, other);
 }
