@@ -339,14 +339,15 @@ TEST_CASE("adam8bit's blocks lie in the parts of --tp, and go on with the same",
         CHECK_THAT(resumed.err, ContainsSubstring(words));
         CHECK(resumed.out.empty());  // nothing has started
     }
-    {  // A checkpoint of an earlier version does not say how the run was divided, but its states do.
-        const std::string path = newest_checkpoint(run) + "/state.json", text = slurp(path);
+    // A checkpoint of an earlier version does not say how the run was divided, but its states do.
+    for (const auto& [of, had] : {std::pair(run, "the run had --tp 4, and the blocks of --optimizer adam8bit"),
+                                  {alone, "the run had --tp 1, and the blocks of --optimizer adam8bit"}}) {
+        const std::string path = newest_checkpoint(of) + "/state.json", text = slurp(path);
         json state = parsed_json(text);
         state.removeMember("checksum");
         for (const char* flag : {"--tp", "--tp-mode", "--tp-depth"}) state["options"].removeMember(flag);
         spit(path, dumped(state));
-        CHECK_THAT(runs.outcome("gpt2", adam + "--ranks 4 --tp 2 --resume ", run).err,
-                   ContainsSubstring("the run had --tp 4, and the blocks of --optimizer adam8bit"));
+        CHECK_THAT(runs.outcome("gpt2", adam + "--ranks 4 --tp 2 --resume ", of).err, ContainsSubstring(had));
         spit(path, text);
     }
     const Outcome resumed = runs.outcome("gpt2", four + "--zero 3 --resume ", run);
@@ -376,6 +377,14 @@ TEST_CASE("fp8's histories are of whole tensors, whoever has the parts", "[progr
         const bool of_gate = i / kFp8StateN % 8 == 5;  // each layer has the states of its input and of its gradient
         CHECK(two[i] == Approx(one[i]).epsilon(of_gate && !device().is_cpu ? 0.2 : 0.05));
     }
+    // A resumed run has them: one of the ranks has written them, and all read them.
+    const std::string mesh = flags + "--ranks 2 --tp 2 ", whole = runs.run("even-gqa", mesh),
+                      run = runs.run("even-gqa", mesh + "--stop-after 1 ");
+    const Outcome resumed = runs.outcome("even-gqa", mesh + "--resume ", run);
+    INFO(resumed.err);
+    REQUIRE(resumed.status == 0);
+    CHECK((slurp(newest_checkpoint(run) + "/model.safetensors") ==
+           slurp(newest_checkpoint(whole) + "/model.safetensors")));
     // Weights that come with each visit are quantised then, and their largest values found over the ranks again.
     for (const char* recipe : {"current", "delayed"})
         runs.run("even-gqa",

@@ -432,7 +432,8 @@ TEST_CASE("whatever keeps a checkpoint or a plot from being written, the run goe
     CHECK_NOTHROW(draw_loss(run));
 }
 
-TEST_CASE("the picture of a run has the losses of its log, and names no validation loss where there is none", "[train_gpt][plot]") {
+TEST_CASE("the picture of a run has the losses of its log, and names no validation loss where there is none",
+          "[train_gpt][plot]") {
     const TempFolder folder;  // its path is short enough for the title
     Plot plot{"Loss of " + folder.path, "step", "loss (nats per token)", {{"training", {1, 2}, {3, 2.5}}}};
     plot.series[0].thick = false;
