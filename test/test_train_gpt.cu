@@ -15,11 +15,21 @@
 TEST_CASE("a run leaves a log, events, a plot and a checkpoint, and learns", "[program][train_gpt]") {
     const TempFolder folder;
     const std::string run = folder / "run";
+    const double start = seconds_now();
     const Outcome outcome = train("--out " + run + " --steps 60 --lr 1e-2 --sample 20", "OMP_NUM_THREADS=2");
+    const double seconds = seconds_now() - start;
     INFO(outcome.err << outcome.out);
     REQUIRE(outcome.status == 0);
     const std::vector<LogRow> rows = read_csv_log(run + "/log.csv");
     REQUIRE(rows.size() == 60);
+    double ms = 0;
+    for (const LogRow& row : rows) {
+        CHECK(*row.tokens_per_s * *row.step_ms == Approx(1e3 * 2 * 16).epsilon(0.01));
+        CHECK(*row.mfu > 0);
+        CHECK((row.grad_norm.has_value() && !row.loss_scale));  // which fp16 alone has
+        ms += *row.step_ms;
+    }
+    CHECK((ms > 0 && ms < 1e3 * seconds));
     CHECK(*rows.front().loss == Approx(std::log(256.0)).margin(0.3));  // knows nothing: uniform over the bytes
     CHECK(*rows.back().loss < 3.0);
     CHECK(*rows.back().val_loss < 3.2);
