@@ -234,7 +234,7 @@ TEST_CASE("the server answers as OpenAI's interface", "[program][server]") {
         REQUIRE(all.size() > 3);
         for (size_t i = 0; i + 1 < all.size(); ++i) pieces += all[i]["choices"][0]["text"].asString();
         CHECK(pieces == text);
-        for (const json& event : all) CHECK(event["id"] == all[0]["id"]);
+        for (const json& event : all) CHECK((event["id"] == all[0]["id"] && event["object"] == "text_completion"));
         CHECK(all[all.size() - 2]["choices"][0]["finish_reason"] == "length");
         CHECK((all[0].isMember("usage") && all[0]["usage"].isNull()));
         CHECK(all.back()["choices"].empty());
@@ -550,6 +550,8 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
         CHECK(error["type"] == (status >= 500 ? "server_error" : "invalid_request_error"));
         for (const char* const header : {"Connection: close", "Content-Type: application/json"})
             CHECK(reply.head.find(header) != std::string::npos);
+        CHECK(reply.head.find("Connection: ") == reply.head.rfind("Connection: "));
+        CHECK(reply.head.find("Keep-Alive") == std::string::npos);
     };
     refused(post("{\"prompt\": "), 400, "the body: not valid JSON at line 1, column 1");
     refused(post("[1]"), 400, "not a JSON object");
