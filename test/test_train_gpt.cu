@@ -269,6 +269,7 @@ TEST_CASE("bad input ends with one line that says what to do", "[program][train_
          "has 16 tokens, and --seq 16 needs 17"},
         {"--tokenizer " + (folder / "absent.json"), "absent.json"},
         {"--tokenizer " + file("word.json", "{\"model\": {\"type\": \"WordPiece\"}}"), "WordPiece"},
+        {"--tokenizer " + (folder / "word.json") + " --data " + (folder / "ok.bin"), "WordPiece"},  // which needs none
         {"--batch 6 --micro-batch 4", "--micro-batch"},
         {"--schedule sawtooth", "sawtooth"},
         {"--optimizer adamax", "adamax"},
@@ -604,6 +605,21 @@ TEST_CASE("a run is neither overwritten nor continued as another one", "[program
     // Without a checkpoint nothing can be continued.
     std::filesystem::remove_all(run + "/checkpoints");
     CHECK(one_line_with(line_of(train("--out " + run)), "has saved no checkpoint: delete the folder"));
+}
+
+TEST_CASE("a resumed run counts the overflows in a row that were before it", "[program][train_gpt]") {
+    const TempFolder folder;
+    const std::string run = folder / "run";
+    REQUIRE(train("--dtype fp16 --loss-scale 128 --stop-after 3 --inject-overflow 3 --out " + run).status == 0);
+    const std::string path = newest_checkpoint(run) + "/state.json";
+    json state = parsed_json(slurp(path));
+    CHECK(state["loss_scale"]["overflows"] == 1);
+    CHECK(state["updates"] == 2);
+    state.removeMember("checksum");
+    state["loss_scale"]["overflows"] = 19;
+    spit(path, dumped(state));
+    CHECK(one_line_with(line_of(run_program("train_gpt", "--resume --inject-overflow 4 --out " + run)),
+                        "gradients were infinite or NaN in 20 steps in a row with the loss scale 128"));
 }
 
 namespace {
