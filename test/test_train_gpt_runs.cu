@@ -434,7 +434,7 @@ TEST_CASE("progress is a line every --log-every steps, and one that changes in a
     const std::string some = train("--log-every 8 --stop-after 19 --out " + (folder / "a")).out;
     CHECK(count(some, "\nstep ") == 4);
     CHECK(count(some, "\nstep 19/20 ") == 1);
-    CHECK(count(some, " left") == 4);
+    CHECK((count(some, " | norm ") == 4 && count(some, " left") == 4));
     CHECK((count(some, "\nstopped after step 19 of 20; saved.") == 1 && count(some, "\ndone in ") == 0));
     const Outcome none = train("--val-fraction 0 --out " + (folder / "b"));
     INFO(none.err);
