@@ -2,7 +2,7 @@
 // to be killed.
 //
 //   comm_check [--ranks N] [--trace FOLDER] [--timeout S] [--comm NAME] MODE
-//     check     every collective against a serial sum
+//     check     every collective against a serial sum; under mpirun also that what has arrived takes no memory
 //     throw     rank 1 throws in step 3        exit   it leaves without a word      hang   it sleeps for ever
 //     sizes     ranks disagree on a size             roots  they disagree on a root: all send, and none receives
 //     half      rank 1 hangs when it has announced a long message, whose bytes MPI sends when it is called again
@@ -17,6 +17,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <fstream>
 
 namespace {
 
@@ -112,6 +113,29 @@ void two_streams(Comm& world) {
     cudaCheck(cudaStreamDestroy(streams[1]));
 }
 
+// As on a link of a pipeline: one rank only sends, another only receives. The barriers are the world's.
+void one_way(Comm& world) {
+    constexpr int64_t n = 1 << 14, kMostBytes = 16 << 20;
+    const auto resident_bytes = [] {
+        int64_t all = 0, resident = 0;
+        std::ifstream("/proc/self/statm") >> all >> resident;
+        return resident * sysconf(_SC_PAGESIZE);
+    };
+    const cudaStream_t stream = device().stream;
+    const auto link = world.split(world.rank < 2 ? std::vector<int>{0, 1} : std::vector<int>{world.rank}, "one way");
+    comm_check::Buffer x(DType::f32, n);
+    comm_check::fill(x, std::vector<float>(n, 1), stream);
+    const int64_t before = resident_bytes();
+    for (int i = 0; i < 600; ++i) {  // 37.5 MiB
+        if (world.rank == 0) link->send(x, 1, stream);
+        if (world.rank == 1) link->recv(x, 0, stream);
+        if (i % 20 == 19) world.barrier(stream);
+    }
+    cudaCheck(cudaStreamSynchronize(stream));
+    const int64_t more = resident_bytes() - before;
+    check(more < kMostBytes, "rank ", world.rank, " has ", more, " bytes more than before 600 messages that arrived");
+}
+
 void run(int argc, char** argv) {
     RankOptions options;
     std::string mode;
@@ -147,6 +171,7 @@ void run(int argc, char** argv) {
         comm_check::check_all(
             world, !options.trace.empty() ? std::vector<int64_t>{1, 77} : std::vector<int64_t>{0, 1, 1000, 100003},
             stream);
+        if (started_by_mpirun() && world.size > 1) one_way(world);
         for (int rank = 0; rank < world.size; ++rank)
             check(world.node_of(rank) == 0, "one machine is taken for several");
         check(device().index == world.rank % device_count(), "the ranks do not take the devices in turn");
