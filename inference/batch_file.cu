@@ -24,6 +24,11 @@ struct BatchFiles {
     // The answers that `out` has already: which samples of each request's id.
     using Done = std::map<std::string, std::set<uint64_t>>;
     Done done;
+    const std::set<uint64_t>& done_of(const std::string& id) const {
+        static const std::set<uint64_t> none;
+        const auto at = done.find(id);
+        return at == done.end() ? none : at->second;
+    }
 };
 
 namespace {
@@ -235,7 +240,7 @@ class BatchRun {
             n = std::max<int64_t>(n, 1);
             // Not how many there are: a batch that was stopped may have written the last of more samples first.
             const auto is_wanted = [n](uint64_t sample) { return sample < static_cast<uint64_t>(n); };
-            if (std::ranges::count_if(files_.done[id], is_wanted) == n) {
+            if (std::ranges::count_if(files_.done_of(id), is_wanted) == n) {
                 ++count_.done_before;
                 return;
             }
@@ -260,7 +265,7 @@ class BatchRun {
                 answer.prompt.insert(answer.prompt.end(), piece.prompt.begin(), piece.prompt.end());
                 answer.tokens.insert(answer.tokens.end(), piece.tokens.begin(), piece.tokens.end());
                 n_drawn_ += std::ssize(piece.tokens);
-                if (!piece.finish_reason || files_.done[id].contains(piece.sample)) return;
+                if (!piece.finish_reason || files_.done_of(id).contains(piece.sample)) return;
                 if (piece.is_error()) return void(++count_.failed);  // the next run asks for it again
                 JsonText line = {{"id", parse_json(id, "id")}};
                 if (n > 1) line.set("sample", piece.sample), line.set("samples", n);
