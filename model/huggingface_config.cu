@@ -119,7 +119,7 @@ bool is_feed_forward(const std::string& activation) {
     return activation != "gelu" && std::ranges::any_of(feed_forward_table(), has_its_name);
 }
 
-Config read_gpt2(const ConfigReader& in) {
+Config read_gpt2(const ConfigReader& in, const std::string&) {
     Config c;
     c.family = Family::gpt2, c.feed_forward = "gelu";
     c.L = in.integer("n_layer"), c.H = c.K = in.integer("n_head"), c.C = in.integer("n_embd"), c.D = c.C / c.H;
@@ -330,6 +330,14 @@ Config read_deepseek(const ConfigReader& in, const std::string& type) {
     return c;
 }
 
+// The model types that can be read; what each has where a key is missing is in defaults_of.
+const struct {
+    const char* name;
+    Config (*read)(const ConfigReader& in, const std::string& type);
+} kModelTypes[] = {
+    {"gpt2", read_gpt2},   {"llama", read_llama},          {"mistral", read_llama},        {"qwen2", read_llama},
+    {"qwen3", read_llama}, {"deepseek_v2", read_deepseek}, {"deepseek_v3", read_deepseek}, {"mfa", read_llama}};
+
 }  // namespace
 
 Config load_config(const std::string& preset_or_path) {
@@ -345,14 +353,13 @@ Config load_config(const std::string& preset_or_path) {
     }
     const ConfigReader in(path);
     const std::string type = in.text("model_type", "");
-    Config config;
-    if (type == "gpt2") config = read_gpt2(in);
-    else if (type == "llama" || type == "mistral" || type == "qwen2" || type == "qwen3" || type == "mfa")
-        config = read_llama(in, type);
-    else if (type == "deepseek_v2" || type == "deepseek_v3") config = read_deepseek(in, type);
-    else
-        fail(path, ": model_type ", in_quotes(type),
-             " is not supported, only gpt2, llama, mistral, qwen2, qwen3, deepseek_v2, deepseek_v3 and mfa");
+    const auto known = std::ranges::find_if(kModelTypes, [&](const auto& its) { return its.name == type; });
+    if (known == std::end(kModelTypes)) {
+        std::string names;
+        for (const auto& its : kModelTypes) names += concat(names.empty() ? "" : ", ", its.name);
+        fail(path, ": model_type ", in_quotes(type), " is not supported, only one of ", names);
+    }
+    const Config config = known->read(in, type);
     check(in.is_true(in.object(), "is_causal"), path,
           ": is_causal is not true: models in which a token sees those after it are not supported");
     check_config(config);

@@ -4,11 +4,15 @@
 // float32. How much that may be is measured, not guessed: versions.json has, for every model and measure, how far
 // PyTorch's own float32 is from the same goldens.
 #include "io/io.h"
+#include "json.h"
 #include "model/sublayer.h"
 #include "models.h"
 #include "temp_folder.h"
 
 #include <cstdlib>
+#include <filesystem>
+#include <regex>
+#include <sstream>
 
 namespace {
 
@@ -803,6 +807,30 @@ TEST_CASE("configurations of transformers: what is not supported is said", "[mod
     // A DeepSeek-V2 config without experts is a V3 one.
     const Config v3 = load_config(kGolden + "deepseek"), v2 = load("deepseek", "\"deepseek_v3\"", "\"deepseek_v2\"");
     CHECK(config_to_json(v2) == config_to_json(v3));
+}
+
+TEST_CASE("each model_type that is read is in doc/models.md, and a golden folder has it", "[model][docs]") {
+    const TempFolder folder;
+    write_text_file(folder / "config.json", R"({"model_type": "other"})");
+    const std::string error = error_of([&] { load_config(folder.path); }), before = "is not supported, only one of ";
+    REQUIRE(one_line_with(error, "\"other\" " + before));
+    std::istringstream names(error.substr(error.find(before) + before.size()));
+    const std::string page = read_text_file("doc/models.md"), from = page.substr(page.find("The `model_type` of a "));
+    const std::string paragraph = from.substr(0, from.find("\n\n"));
+    std::set<std::string> in_goldens = {"deepseek_v2"};  // without experts it is deepseek_v3
+    for (const auto& entry : std::filesystem::directory_iterator(kGolden)) {
+        const std::string path = entry.path().string() + "/config.json";
+        if (std::filesystem::exists(path))
+            in_goldens.insert(as<std::string>(parsed_json(read_text_file(path))["model_type"]));
+    }
+    int n = 0;
+    for (std::string name; names >> name; ++n) {
+        if (name.back() == ',') name.pop_back();
+        INFO(name << ": name it in doc/models.md, and make a folder of it with test/golden/make_golden.py");
+        CHECK(std::regex_search(paragraph, std::regex("\\b" + name + "\\b")));
+        CHECK(in_goldens.count(name) == 1);
+    }
+    CHECK(n >= 8);
 }
 
 TEST_CASE("a model that does not fit together is refused", "[model]") {
