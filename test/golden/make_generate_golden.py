@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Makes generate/: what transformers' generate() writes with the models of make_golden.py: greedy.json, beams.json.
 
-    python3 make_generate_golden.py [--out DIR]
+    python3 make_generate_golden.py [--out DIR] [--only NAME]
+
+--only: of one model; what the files here say of the others stays.
 
 Prompts of 1, 5 and 13 tokens, and 64 tokens more. The models are those of the folders here, in float64, but for their number of
 positions: GPT-2's 32 learned ones are repeated, and rotary models are told that they have enough. (Dynamic rotary scaling changes
@@ -57,10 +59,15 @@ def search_beams(model, prompt, n, stop):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=pathlib.Path, default=HERE)
-    folder = parser.parse_args().out / "generate"
+    parser.add_argument("--only", choices=MODELS, metavar="NAME")
+    arguments = parser.parse_args()
+    folder = arguments.out / "generate"
     folder.mkdir(parents=True, exist_ok=True)
-    golden, beams = {}, {}
+    golden, beams = ({}, {}) if not arguments.only else (
+        json.loads((HERE / "generate" / file).read_text()) for file in ("greedy.json", "beams.json"))
     for index, name in enumerate(MODELS):
+        if arguments.only and name != arguments.only:
+            continue
         model, positions = open_model(name)
         generator = torch.Generator().manual_seed(index)
         cases = []

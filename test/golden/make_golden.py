@@ -358,6 +358,8 @@ def make_model(out, name, config, seed, dtype=torch.float32):
     shutil.rmtree(folder, ignore_errors=True)
 
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    assert getattr(model.get_input_embeddings(), "padding_idx", None) is None, \
+        f"{name}: set pad_token_id=None: PyTorch gives that token's embedding no gradient"
     randomize(model, generator)
     model.to(dtype).save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
