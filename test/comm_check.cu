@@ -40,7 +40,7 @@ void endless(Comm& world, const std::string& mode) {
                 for (;;) sleep(1000);
         }
         const int64_t n = mode == "sizes" && step == 3 && world.rank == 1 ? 1002 : 1003;
-        world.algorithm = comm_check::kAlgorithms[step % 5];
+        world.algorithm = comm_check::kAlgorithms[static_cast<size_t>(step) % std::size(comm_check::kAlgorithms)];
         world.all_reduce(make_tensor(x.tensor.data, DType::f32, {n}), stream);
         cudaCheck(cudaStreamSynchronize(stream));
     }

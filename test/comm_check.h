@@ -12,6 +12,9 @@
 
 namespace comm_check {
 
+constexpr AllReduce kAlgorithms[] = {AllReduce::library, AllReduce::ring, AllReduce::tree, AllReduce::halving,
+                                     AllReduce::two_level};
+
 // Device memory in an allocation of its own, so that strict mode's guard page finds an access beyond its end.
 struct Buffer {
     Tensor tensor;
@@ -31,8 +34,7 @@ struct CommMemory {
                      even = make_tensor(nullptr, DType::f32, {round_up(n, comm.size)}),
                      piece = make_tensor(nullptr, DType::f32, {even.n() / comm.size});
         const AllReduce chosen = comm.algorithm;
-        for (const AllReduce algorithm :
-             {AllReduce::library, AllReduce::ring, AllReduce::tree, AllReduce::halving, AllReduce::two_level}) {
+        for (const AllReduce algorithm : kAlgorithms) {
             comm.algorithm = algorithm;
             comm.count_memory([&] {
                 comm.all_reduce(x, nullptr);
@@ -231,9 +233,6 @@ inline void check_others(Comm& comm, int64_t n, DType dtype, cudaStream_t stream
     }
     comm.barrier(stream);
 }
-
-constexpr AllReduce kAlgorithms[] = {AllReduce::library, AllReduce::ring, AllReduce::tree, AllReduce::halving,
-                                     AllReduce::two_level};
 
 // n: from 0 to 10^6 + 3; the long ones only in some cases, because they take time.
 inline void check_all(Comm& comm, const std::vector<int64_t>& sizes, cudaStream_t stream) {

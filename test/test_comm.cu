@@ -70,6 +70,38 @@ void record(const std::vector<float>& x) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Results
 
+// comm.cu knows the algorithms by name; the other lists of them are compared with that one.
+TEST_CASE("every list of the all_reduce algorithms has all of them", "[comm][docs]") {
+    std::string known = error_of(threads(1), [](Comm&) { all_reduce_from_name("none"); });
+    const std::string before = ": use ";
+    REQUIRE(known.find(before) != std::string::npos);
+    known = known.substr(known.find(before) + before.size());
+    std::string tested;
+    for (const AllReduce algorithm : comm_check::kAlgorithms)
+        tested += concat(tested.empty() ? "" : ", ", all_reduce_name(algorithm));
+    INFO("kAlgorithms in test/comm_check.h: the tests of all_reduce go through it");
+    CHECK(tested == known);
+    const auto check_named = [](const std::string& path, const std::string& text, const std::string& name) {
+        INFO(path << " does not have " << name);
+        CHECK(text.find(name) != std::string::npos);
+    };
+    const std::string flags = slurp("doc/flags.md");
+    const size_t first = flags.find("\n  --all-reduce ");
+    REQUIRE(first != std::string::npos);
+    const std::string help = flags.substr(first, flags.find("\n  --", first + 1) - first);
+    std::istringstream names(known);
+    for (std::string name; std::getline(names >> std::ws, name, ',');) {
+        std::string enumerator = "AllReduce::" + name;
+        std::replace(enumerator.begin(), enumerator.end(), '-', '_');
+        check_named("dev/all_reduce.cu", slurp("dev/all_reduce.cu"), enumerator);
+        check_named("the help of --all-reduce (training/options.cu; then make flags)", help, name);
+        if (name == "library") continue;
+        check_named("doc/ranks.md", slurp("doc/ranks.md"), name);
+        for (const std::string path : {"test/golden/runs/runs.txt", "test/test_ranks.cu"})
+            check_named(path, slurp(path), "--all-reduce " + name);
+    }
+}
+
 TEST_CASE("collectives and all algorithms against a serial sum, 1 to 8 ranks", "[comm]") {
     const int n = GENERATE(1, 2, 3, 4, 5, 6, 7, 8);
     CAPTURE(n);
