@@ -33,8 +33,10 @@ TEST_CASE("the pages describe every preset, optimizer and schedule", "[docs]") {
         CHECK(std::regex_search(slurp(path), std::regex(pattern.replace(pattern.find("NAME"), 4, name))));
     };
     for (const std::string& name : preset_names()) check_named("doc/models.md", name, "\n\\| [^|]*`NAME`");
-    for (const std::string& name : schedule_names_of_pipelines())
+    for (const std::string& name : schedule_names_of_pipelines()) {
         check_named("doc/pipelines.md", name, "\n\\| `NAME` \\|");
+        check_named("doc/pipelines.md", name, "\n\\$ [^\n]*--pipeline NAME [^\n]*--draw");
+    }
     for (const std::string& name : schedule_names()) {
         check_named("doc/runs.md", name, "\n\\| ([a-z-]+, )*NAME[ ,]");
         check_named("doc/flags.md", name, "--steps .*\\bNAME\\b");
