@@ -177,7 +177,7 @@ struct SamplingOptions {
 };
 constexpr int64_t kMostTop = 64;       // a row's most probable tokens that a Sampler finds: as many as beams may need
 constexpr int64_t kMostLogprobs = 20;  // of them, those that a request can have: OpenAI's limit
-void check_sampling(const SamplingOptions& options, int64_t V);  // Error that names the option and its range
+void check_sampling(const SamplingOptions& options, int64_t V);  // Error: an option and its range, or V
 
 struct TokenLogprob {
     int32_t token;

@@ -45,6 +45,8 @@ int64_t result_columns(int64_t n_top) { return 2 + 2 * std::max<int64_t>(n_top, 
 
 void check_sampling(const SamplingOptions& options, int64_t V) {
     const auto& o = options;
+    check(V <= kMostSampledTokens, "the model has ", V, " tokens, and at most ", kMostSampledTokens,
+          " can be sampled from");
     // Comparisons are written so that NaN is outside.
     check_range(o.temperature == 0 || (o.temperature >= 1e-6 && o.temperature <= 1e6), "temperature", o.temperature,
                 "0 (the most probable token) or from 1e-6 to 1e6");

@@ -528,6 +528,7 @@ template <class Struct>
 constexpr int64_t kStructN = sizeof(Struct) / sizeof(int32_t);
 
 // x (rows, sampling_columns(V)) f32, with -infinity from V on; logits (rows, Vp), Vp >= V, are not changed.
+constexpr int64_t kMostSampledTokens = int64_t{1} << 18;  // V is at most this
 int64_t sampling_columns(int64_t V);
 void adjust_logits(Tensor x, Tensor logits, Tensor rules, Tensor adjustments, int64_t V, cudaStream_t stream);
 void sampling_distributions(Tensor distributions, Tensor x, Tensor rules, cudaStream_t stream);

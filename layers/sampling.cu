@@ -193,7 +193,8 @@ void adjust_logits(Tensor x, Tensor logits, Tensor rules, Tensor adjustments, in
     expect(operation, "logits", logits, logits.dtype, {-1, -1});
     const int64_t rows = logits.shape[0], Vp = logits.shape[1], columns = sampling_columns(V);
     check(V > 0 && V <= Vp, operation, ": V = ", V, " tokens do not fit in logits ", logits);
-    check(V <= kMostTokens, operation, ": V = ", V, " tokens; at most ", kMostTokens, " can be sampled from");
+    check(V <= kMostSampledTokens, operation, ": V = ", V, " tokens; at most ", kMostSampledTokens,
+          " can be sampled from");
     expect(operation, "x", x, DType::f32, {rows, columns});
     expect(operation, "rules", rules, DType::i32, {rows, kStructN<SamplingRule>});
     expect(operation, "adjustments", adjustments, DType::i32, {-1, kStructN<LogitAdjustment>});

@@ -9,7 +9,6 @@ namespace {
 
 constexpr int kThreads = kOnCpu ? 1 : 256;  // of the block that has a row
 constexpr int kN = kChunk<float>;
-constexpr int64_t kMostTokens = int64_t{1} << 18;
 
 // A barrier, where the block has more than one thread.
 __device__ __forceinline__ void team_barrier() {
@@ -74,8 +73,8 @@ inline int64_t row_n_of_chunks(const Tensor& logits) { return is_aligned(logits.
 inline int64_t expect_rows(const char* operation, const Tensor& x, const Tensor& distributions, const Tensor& rules) {
     expect(operation, "x", x, DType::f32, {-1, -1});
     const int64_t rows = x.shape[0], columns = x.shape[1];
-    check(columns % 32 == 0 && columns > 0 && columns <= kMostTokens, operation, ": x is ", x,
-          ", expected rows of sampling_columns(V), V from 1 to ", kMostTokens);
+    check(columns % 32 == 0 && columns > 0 && columns <= kMostSampledTokens, operation, ": x is ", x,
+          ", expected rows of sampling_columns(V), V from 1 to ", kMostSampledTokens);
     expect(operation, "distributions", distributions, DType::i32, {rows, kStructN<SamplingDistribution>});
     expect(operation, "rules", rules, DType::i32, {rows, kStructN<SamplingRule>});
     expect_aligned(operation, {{"x", x}});

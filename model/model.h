@@ -99,8 +99,8 @@ int64_t n_tokens(const Config& config, const TensorLayout& layout);
 // residual stream. Error, with the number to change, where they cannot be divided.
 Config config_of_rank(const Config& config, const TensorLayout& layout);
 
-// A preset (preset_names()), or a Hugging Face config.json (or its folder): model_type gpt2, llama, mistral, qwen2,
-// qwen3, deepseek_v2 and deepseek_v3 without experts, and our own mfa (keys as llama's, and share_q_dim for q_rank).
+// A preset (preset_names()), or a Hugging Face config.json (or its folder) of a model_type that kModelTypes of
+// huggingface_config.cu has.
 // Error that lists the presets, or that names the file and the key that is missing, wrong or not supported.
 Config load_config(const std::string& preset_or_path);
 std::vector<std::string> preset_names();

@@ -192,6 +192,9 @@ TEST_CASE("sampling: options out of range are named", "[sampling]") {
         CHECK_THROWS_WITH(check_sampling(o, 100), ContainsSubstring(message));
     };
     check_sampling(SamplingOptions(), 100);
+    CHECK_NOTHROW(check_sampling(SamplingOptions(), kMostSampledTokens));
+    CHECK_THROWS_WITH(check_sampling(SamplingOptions(), kMostSampledTokens + 1),
+                      ContainsSubstring("has 262145 tokens, and at most 262144 can be sampled from"));
     for (const Case& c : cases()) check_sampling(c.options, 100);
     check_named(options(-1, 0, 1, 0), "temperature is -1; it must be 0 (the most probable token) or from 1e-6 to 1e6");
     check_named(options(NAN, 0, 1, 0), "temperature is nan");

@@ -343,6 +343,17 @@ TEST_CASE("output that cannot be written is one clear line", "[program][train_gp
     CHECK(read_csv_log(run + "/log.csv").size() == 2);
 }
 
+TEST_CASE("a vocabulary that cannot be sampled from is trained without samples", "[program][train_gpt][plan]") {
+    const TempFolder folder;
+    spit(folder / "config.json", R"({"model_type": "gpt2", "vocab_size": 262145, "n_positions": 64, "n_embd": 8,
+                                     "n_layer": 1, "n_head": 1, "activation_function": "gelu_new",
+                                     "layer_norm_epsilon": 1e-5})");
+    const std::string plan = "--plan --batch 1 --seq 8 --model " + folder.path;
+    CHECK_THAT(line_of(run_program("train_gpt", plan)),
+               ContainsSubstring("--sample 300: the model has 262145 tokens, and at most 262144 can be sampled from"));
+    CHECK(run_program("train_gpt", plan + " --sample 0").status == 0);
+}
+
 TEST_CASE("a plan has a line for the recomputation of the run, and marks it", "[program][train_gpt][plan]") {
     for (const std::string choice : {"none", "selective", "2", "3", "4", "full"}) {
         const std::string plan = printed_by("train_gpt", "--plan --recompute " + choice);

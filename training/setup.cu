@@ -149,6 +149,8 @@ void check_limits(const TrainOptions& o, const Config& config) {
     check(o.recompute.every <= config.L, "--recompute ", o.recompute.every, ": the model has only ", config.L,
           config.L == 1 ? " block: use full or selective" : " blocks: use a smaller number, full or selective");
     expect_head_size(o.attention, o.precision.dtype, config.D, config.value_D());
+    check(o.sample_tokens == 0 || config.V <= kMostSampledTokens, "--sample ", o.sample_tokens, ": the model has ",
+          config.V, " tokens, and at most ", kMostSampledTokens, " can be sampled from; use --sample 0");
     const int64_t local_batch = o.batch / o.data_ranks();
     const int64_t micro_batch = o.micro_batch == 0 ? local_batch : o.micro_batch, tokens = micro_batch * o.rank_seq();
     check(o.recompute.head_chunks <= tokens, "--head-chunks ", o.recompute.head_chunks, ": a micro-batch has only ",
