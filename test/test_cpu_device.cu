@@ -346,6 +346,7 @@ TEST_CASE("a block for whose shared memory the machine has no memory ends the pr
 
 // In a child process, which ends with status 2 where the system has no mapping left for the pages below their stacks.
 TEST_CASE("hundreds of OS threads have stacks for blocks of 128 threads at the same time", "[cpu]") {
+    if (std::getenv("CUDA_CPU_STRICT")) SKIP_TEST("in strict mode hundreds of threads wait very long for their turns");
     constexpr int kOsThreads = 300;
     const pid_t child = fork();
     if (child == 0) {

@@ -416,7 +416,7 @@ TEST_CASE("matmul: products that differ in what a choice may depend on have choi
 TEST_CASE("matmul: a choice that a product cannot have is none", "[matmul][choices]") {
     if (!has_fp8()) return;
     const Buffer codes(DType::e4m3, {16, 16}), one(DType::f32, {1}, {1.0});
-    cudaCheck(cudaMemset(codes.tensor().data, 0x38, 256));  // each is 1
+    cudaCheck(cudaMemsetAsync(codes.tensor().data, 0x38, 256, device().stream));  // each is 1
     Buffer out(DType::bf16, {16, 16});
     for (const char* way : {"parts", "hopper"}) {  // nothing of ours multiplies fp8
         const Choices choice(concat("16x16x16 e4m3 e4m3 bf16 nt plain: ", way, "\n"));
