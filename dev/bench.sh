@@ -28,18 +28,14 @@
 #   LLMC=llm.c                            the folder of llm.c's source, if it is there; LLMC_MAKE: flags for its Makefile
 set -u
 cd "$(dirname "$0")/.."
-. dev/usage.sh dev/bench.sh "$@"
+. dev/script.sh dev/bench.sh "$@"
 build=$1
-[ -x "$build/dev/bench_report" ] || { echo "dev/bench.sh: there is no $build/dev/bench_report: \`make bench\` builds what it needs" >&2; exit 2; }
+expect_program "$build/dev/bench_report" bench
 case $build in *cuda*) device=cuda ;; *) device=cpu ;; esac
 : "${PARTS:=training limits kernels}" "${OPPONENTS=torch llm.c}" "${BENCH_SECONDS:=540}" "${LLM_PYTHON:=python3}" "${LLMC:=llm.c}" "${LLMC_MAKE:=}"
 : "${BENCH_OUT:=$build/bench}" "${RECORD:=1}"
-for word in $PARTS; do
-    [[ " training limits kernels " == *" $word "* ]] || { echo "dev/bench.sh: PARTS: $word: use some of training limits kernels" >&2; exit 2; }
-done
-for word in $OPPONENTS; do
-    [[ " torch llm.c " == *" $word "* ]] || { echo "dev/bench.sh: OPPONENTS: $word: use some of torch llm.c" >&2; exit 2; }
-done
+expect_words PARTS training limits kernels
+expect_words OPPONENTS torch llm.c
 if [ $device = cuda ]; then
     : "${MODELS:=gpt2 gpt2-xl llama-1b}" "${SEQS:=1024 4096}" "${DTYPE:=bf16}" "${STEPS:=10}" "${PRECISIONS:=master autocast pure}" "${KERNEL_SECONDS:=0.1}"
 else

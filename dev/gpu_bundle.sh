@@ -13,7 +13,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 : "${CXX:=g++}" "${CUDA_HOME:=/usr/local/cuda}"
-. dev/usage.sh dev/gpu_bundle.sh "$@"
+. dev/script.sh dev/gpu_bundle.sh "$@"
 folder=$1
 part=$folder.part
 rm -rf "$part"

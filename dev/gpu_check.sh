@@ -24,13 +24,11 @@ set -u
 trap 'for job in $(jobs -p); do kill -- "-$job" 2> /dev/null; done' EXIT
 trap 'trap "" INT TERM; exit 130' INT TERM
 cd "$(dirname "$0")/.."
-. dev/usage.sh dev/gpu_check.sh "$@"
+. dev/script.sh dev/gpu_check.sh "$@"
 build=$1
 case $build in *cuda*) device=cuda ;; *) device=cpu ;; esac
 : "${CHECK_OUT:=$build/gpu_check}" "${CHECK_SECONDS:=540}" "${CHECK_TESTS:=}" "${CHECK_STEPS:=build tests nccl full_size sanitizers}" "${MAKE:=make}"
-for word in $CHECK_STEPS; do
-    [[ " build tests nccl full_size kernel_tests sanitizers " == *" $word "* ]] || { echo "dev/gpu_check.sh: CHECK_STEPS: $word: use some of build tests nccl full_size kernel_tests sanitizers" >&2; exit 2; }
-done
+expect_words CHECK_STEPS build tests nccl full_size kernel_tests sanitizers
 mkdir -p "$CHECK_OUT"
 out=$(cd "$CHECK_OUT" && pwd)
 log=$out/log.txt

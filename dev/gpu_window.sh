@@ -23,7 +23,7 @@
 #   WINDOW_OUT=build/<device>/window
 set -u
 cd "$(dirname "$0")/.."
-. dev/usage.sh dev/gpu_window.sh "$@"
+. dev/script.sh dev/gpu_window.sh "$@"
 build=$1
 case $build in
     *cuda*) device=cuda && : "${MODEL:=gpt2}" "${BATCH:=64}" "${SEQ:=1024}" "${DTYPE:=bf16}" ;;
@@ -31,9 +31,7 @@ case $build in
 esac
 : "${WINDOW_SECONDS:=540}" "${WINDOW_STEPS:=build smoke training profile kernels torch tests}" "${WINDOW_OUT:=$build/window}"
 : "${SMOKE_SECONDS:=25}" "${LLM_PYTHON:=python3}" "${MAKE:=make}"
-for word in $WINDOW_STEPS; do
-    [[ " build smoke training profile kernels torch tests " == *" $word "* ]] || { echo "dev/gpu_window.sh: WINDOW_STEPS: $word: use some of build smoke training profile kernels torch tests" >&2; exit 2; }
-done
+expect_words WINDOW_STEPS build smoke training profile kernels torch tests
 rm -rf "$WINDOW_OUT"
 mkdir -p "$WINDOW_OUT"
 out=$(cd "$WINDOW_OUT" && pwd)

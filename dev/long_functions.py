@@ -14,7 +14,7 @@ import re
 import sys
 
 from floors import ROOT, product_files, read_floors
-from script import show_usage
+from script import refuse, show_usage
 
 LIMIT, DEVICE_LIMIT = 60, 80
 
@@ -88,8 +88,7 @@ def main():
         show_usage(__doc__)
     for path in sys.argv[1:]:
         if not os.path.isfile(path):
-            print(f'long_functions.py: there is no file {path}', file=sys.stderr)
-            return 2
+            refuse(f'there is no file {path}')
     files = sys.argv[1:] or product_files(read_floors())
     offenders = []
     for path in files:

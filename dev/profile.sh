@@ -16,9 +16,9 @@
 #   PROFILE_OUT=build/<device>/profile           where the results go
 set -u
 cd "$(dirname "$0")/.."
-. dev/usage.sh dev/profile.sh "$@"
+. dev/script.sh dev/profile.sh "$@"
 build=$1
-[ -x "$build/dev/bench_report" ] || { echo "dev/profile.sh: there is no $build/dev/bench_report: \`make profile\` builds what it needs" >&2; exit 2; }
+expect_program "$build/dev/bench_report" profile
 case $build in
     *cuda*) device=cuda && : "${MODEL:=gpt2}" "${BATCH:=32}" "${SEQ:=1024}" "${DTYPE:=bf16}" ;;
     *) device=cpu && : "${MODEL:=tiny}" "${BATCH:=2}" "${SEQ:=32}" "${DTYPE:=fp32}" ;;

@@ -6,10 +6,10 @@
 # properties of a GPU also as on an A100, an RTX 4090 and a T4, and with one multiprocessor.
 set -u
 cd "$(dirname "$0")/.."
-. dev/usage.sh test/gpu_choices.sh "$@"
+. dev/script.sh test/gpu_choices.sh "$@"
 build=$1
 shift
-[ -x "$build/run_tests" ] || { echo "test/gpu_choices.sh: there is no $build/run_tests: \`make gpu-choices\` builds it" >&2; exit 2; }
+expect_program "$build/run_tests" gpu-choices
 # As in test/run.sh.
 [ -n "${TMPDIR:-}" ] || { [ -w /dev/shm ] && export TMPDIR=/dev/shm; }
 export OMP_WAIT_POLICY=passive

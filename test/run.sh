@@ -18,10 +18,10 @@ set -u
 cd "$(dirname "$0")/.."
 # What tests write and sync goes to memory where there is such a file system: a checkpoint waits for its disk.
 [ -n "${TMPDIR:-}" ] || { [ -w /dev/shm ] && export TMPDIR=/dev/shm; }
-. dev/usage.sh test/run.sh "$@"
+. dev/script.sh test/run.sh "$@"
 build=$1
 shift
-[ -x "$build/run_tests" ] || { echo "test/run.sh: there is no $build/run_tests: \`make tests\` builds it" >&2; exit 2; }
+expect_program "$build/run_tests" tests
 [[ $build == build/cpu* ]] || exec test/run_each.sh "$build"
 # More threads run than there are cores: one that waits for the others of its loop leaves its core to them.
 export OMP_WAIT_POLICY=passive

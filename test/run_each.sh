@@ -24,7 +24,7 @@ set -u
 cd "$(dirname "$0")/.."
 [ -n "${TMPDIR:-}" ] || { [ -w /dev/shm ] && export TMPDIR=/dev/shm; }
 
-[ "${1:-}" = --one ] || . dev/usage.sh test/run_each.sh "$@"
+[ "${1:-}" = --one ] || . dev/script.sh test/run_each.sh "$@"
 if [ "$1" = --one ]; then
     name=$2
     file=$RUNS/$(printf %s "$name" | tr -c 'a-zA-Z0-9' _ | cut -c 1-120)-$$
@@ -64,7 +64,7 @@ if [ "$1" = --one ]; then
 fi
 
 build=$1 filter=${2:-}
-[ -x "$build/run_tests" ] || { echo "test/run_each.sh: there is no $build/run_tests: \`make tests\` builds it" >&2; exit 2; }
+expect_program "$build/run_tests" tests
 CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0}
 export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES%%,*}
 cores=$(nproc)
