@@ -445,7 +445,8 @@ TEST_CASE("tensor_overlap: as many bytes in pieces as at once", "[program][dev]"
         CHECK_THAT(line_of(outcome.out, "", step), ContainsSubstring(" 5.00 KiB |"));
     check_refused("tensor_overlap", "--ranks 1", "at least 2");
     check_refused("tensor_overlap", "--rows 7", "cannot be divided among 4 ranks");
-    check_refused("tensor_overlap", "--rows 44", "--rows 44: a rank has 11 of them");
+    check_refused("tensor_overlap", "--rows 44",
+                  "--rows 44: a rank has 11 of them, and --tp-overlap needs a multiple of 8: use a multiple of 32");
     check_refused("tensor_overlap", "--deep 2", "--deep");
     check_refused("tensor_overlap", "--rounds 1.5", "--rounds 1.5: give a whole number");
 }
