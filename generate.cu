@@ -251,7 +251,7 @@ void check_pages(LoadedModel& model, const GenerateOptions& o) {
 std::function<int()> prepare(LoadedModel& model, const GenerateOptions& o) {
     check_answers(model, o);
     if (o.chat) {
-        check(model.is_text, model.folder, ": there is no tokenizer.json in this folder: give --tokenizer");
+        model.expect_text();
         check_system_message(model, o, find_chat_template(o.chat_template, model.folder));
         return [&] { return run_chat(model, o), 0; };
     }

@@ -176,15 +176,21 @@ void finish(Run& run) {
                   seconds_now() - run.start);
 }
 
-// All of a run on one rank. fault: what is wrong with the command line, or nothing. trace_folder: where --trace is to
-// be written, once rank 0 knows the folder of the run; traced_pipeline: and of what. starts: false where all ranks have
-// a fault.
-void run_rank(const TrainOptions& options, std::string fault, Comm& world, std::atomic<bool>& starts,
-              std::string& trace_folder, TracedPipeline& traced_pipeline) {
+// What the ranks of this process share.
+struct Process {
+    std::string fault = {};           // what is wrong with the command line, or nothing
+    std::atomic<bool> starts = true;  // false where all ranks have a fault
+    RunFiles files = {};
+    RankOptions ranks = {};  // rank 0 sets the trace_folder, once it knows the folder of the run
+    TracedPipeline traced_pipeline = {};
+};
+
+// All of a run on one rank.
+void run_rank(const TrainOptions& options, Comm& world, Process& process) {
+    const auto agree = [&](const std::string& fault) -> bool { return process.starts = agree_to_start(world, fault); };
     // Before all that follows from the flags: with different ones ranks would make different meshes, and wait there.
     if (started_by_mpirun()) {
-        starts = agree_to_start(world, fault);
-        if (!starts) return;
+        if (!agree(process.fault)) return;
         if (world.size > 1) check_same_flags(world, options);
     }
     std::vector<Axis> axes = {{"dp", static_cast<int>(options.data_ranks())}};
@@ -193,32 +199,28 @@ void run_rank(const TrainOptions& options, std::string fault, Comm& world, std::
     if (options.tp > 1) axes.push_back({"tp", static_cast<int>(options.tp)});
     Mesh mesh(world, axes);
     std::optional<Trainer> trainer;
-    std::optional<RunData> data;
     if (options.account) stand_in_for(options.device_spec);
     const bool plans_alone = options.plan && !started_by_mpirun();  // the other ranks do not exist
-    std::optional<RunModel> model;
-    fault = open_model(options, model);
-    if (!plans_alone && !(starts = agree_to_start(world, fault))) return;
-    if (fault.empty()) fault = open_run(options, *model, mesh, trainer, data);
+    std::string fault = open_model(options, process.files);
+    if (!plans_alone && !agree(fault)) return;
+    if (fault.empty()) fault = open_run(options, process.files, mesh, trainer);
     if (plans_alone) {
         if (!fault.empty()) fail(fault);
         return print_plan(*trainer);
     }
-    starts = agree_to_start(world, fault);
-    if (!starts) return;
+    if (!agree(fault)) return;
     if (options.account) return print_step_account(*trainer);
     if (options.plan) {
         if (world.rank == 0) print_plan(*trainer);
         return;
     }
-    starts = agree_to_start(world, trainer->memory_fault());
-    if (!starts) return;
+    if (!agree(trainer->memory_fault())) return;
     note_saved(options, options.resumed_step, options.resumed_step == options.steps);
     answer_signals();
-    Run run{.trainer = *trainer, .data = *data};
+    Run run{.trainer = *trainer, .data = *process.files.data};
     prepare(run, mesh);
-    if (run.is_first()) trace_folder = run.trainer.options.out;
-    note_traced_pipeline(*trainer, traced_pipeline);
+    if (run.is_first()) process.ranks.trace_folder = run.trainer.options.out;
+    note_traced_pipeline(*trainer, process.traced_pipeline);
     loop(run);
     finish(run);
 }
@@ -229,26 +231,26 @@ int main(int argc, char** argv) {
     keep_standard_numbers();
     end_with_reason();
     TrainOptions options;
-    std::string fault;
-    std::atomic<bool> starts = true;
+    Process process;
     try {
         try {
             options = parse_train_options(argc, argv);
         } catch (const Error& error) {
             if (!started_by_mpirun()) throw;
-            fault = error.what();  // every process has found it; they agree on one line (agree_to_start)
+            process.fault = error.what();  // every process has found it; they agree on one line (agree_to_start)
         }
         if (options.draw) {
             if (is_first_process()) draw_pipelines(options), check_output();
             return 0;
         }
-        RankOptions ranks = options.ranks;
-        ranks.quiet = rank_count(ranks) == 1;
-        TracedPipeline traced;
-        ranks.after_trace = [&](const std::vector<TraceEvent>& events) { show_traced_pipeline(traced, events); };
-        run_ranks(ranks, [&](Comm& world) { run_rank(options, fault, world, starts, ranks.trace_folder, traced); });
+        process.ranks = options.ranks;
+        process.ranks.quiet = rank_count(process.ranks) == 1;
+        process.ranks.after_trace = [&](const std::vector<TraceEvent>& events) {
+            show_traced_pipeline(process.traced_pipeline, events);
+        };
+        run_ranks(process.ranks, [&](Comm& world) { run_rank(options, world, process); });
         if (options.plan || options.account) check_output();
-        return starts ? 0 : 2;
+        return process.starts ? 0 : 2;
     } catch (const std::exception& error) {
         end_progress_line();
         std::fprintf(stderr, "train_gpt: %s\n", reason_of(error));

@@ -65,6 +65,7 @@ template <class... Parts>
 std::string concat(const Parts&... parts) {
     return joined({Printable(parts)...});
 }
+std::string comma_list(const std::vector<std::string>& names);  // "a, b, c"
 template <class... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
     fail_with({Printable(parts)...});

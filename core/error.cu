@@ -23,6 +23,12 @@ std::string joined(std::initializer_list<Printable> parts) {
     return text.str();
 }
 
+std::string comma_list(const std::vector<std::string>& names) {
+    std::string text;
+    for (const std::string& name : names) text += concat(text.empty() ? "" : ", ", name);
+    return text;
+}
+
 namespace {
 
 // A value of thousands of characters, as "$(cat file)" in the place of a file's name, would hide what is wrong with it:

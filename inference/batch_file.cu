@@ -48,7 +48,7 @@ class Fields {
 
     // False if it is not there.
     template <class T>
-    bool read(const char* name, T& to) {
+    bool read(const std::string& name, T& to) {
         const char* const expected = std::is_same_v<T, bool>                       ? "true or false"
                                      : std::is_same_v<T, uint64_t>                 ? "a whole number from 0 to 2^64 - 1"
                                      : std::is_integral_v<T>                       ? "a whole number of at most 64 bits"
@@ -61,7 +61,7 @@ class Fields {
             fail("\"", name, "\" is ", JsonText(*value).str(), ": expected ", expected);
         return value != nullptr;
     }
-    const Json::Value* find(const char* name) {
+    const Json::Value* find(const std::string& name) {
         known_.push_back(name);
         return has(line_, name) ? &member(line_, name) : nullptr;
     }
@@ -82,13 +82,8 @@ class Fields {
 void read_sampling(Fields& fields, TextRequest& request) {
     SamplingOptions& s = request.sampling;
     fields.read("stop", request.stop);
-    fields.read("temperature", s.temperature);
+    for (const SamplingNumber& number : sampling_numbers()) fields.read(number.name, s.*number.value);
     fields.read("top_k", s.top_k);
-    fields.read("top_p", s.top_p);
-    fields.read("min_p", s.min_p);
-    fields.read("repetition_penalty", s.repetition_penalty);
-    fields.read("presence_penalty", s.presence_penalty);
-    fields.read("frequency_penalty", s.frequency_penalty);
     fields.read("seed", s.seed);
     fields.read("logprobs", s.logprobs);
     fields.read("prompt_logprobs", request.scores_prompt);

@@ -428,7 +428,7 @@ const ChatTemplate& find_chat_template(const std::string& name, const std::strin
 
 TextRequest chat_request(const GenerateOptions& options, const LoadedModel& model, const ChatTemplate& chat,
                          const Messages& messages) {
-    check(model.is_text, model.folder, ": there is no tokenizer.json in this folder: give --tokenizer");
+    model.expect_text();
     TextRequest request = text_request(options, model);
     request.prompt = model.tokenizer->encode(chat.render(messages));
     const std::vector<int32_t> end = model.tokenizer->encode(chat.end);

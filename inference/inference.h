@@ -175,6 +175,14 @@ struct SamplingOptions {
     int64_t logprobs = -1;  // how many of the most probable tokens to report with their log-probabilities; -1: none,
                             // 0: that of the chosen token alone. By the model's logits, before steps 1 to 7.
 };
+// Its numbers: of each the name that requests know (min_p; the flag is --min-p), the range, and what --help says.
+struct SamplingNumber {
+    std::string name;
+    double SamplingOptions::*value;
+    bool (*is_valid)(double x);
+    std::string range, help;
+};
+const std::vector<SamplingNumber>& sampling_numbers();
 constexpr int64_t kMostTop = 64;       // a row's most probable tokens that a Sampler finds: as many as beams may need
 constexpr int64_t kMostLogprobs = 20;  // of them, those that a request can have: OpenAI's limit
 void check_sampling(const SamplingOptions& options, int64_t V);  // Error: an option and its range, or V
@@ -817,6 +825,7 @@ struct LoadedWeights {
     LoadedWeights(const std::string& folder, const std::string& tokenizer, DType dtype, WeightFormat format);
     void take_memory(int64_t max_length);  // twice, like all memory; the second time the weights are read
     void reserve();                        // between the two
+    void expect_text() const;              // Error without a tokenizer
 
     std::unique_ptr<TensorParallel> tensor_parallel;
     // On the host, while the weights are read; asked for before.

@@ -68,6 +68,10 @@ void LoadedWeights::reserve() {
     if (unquantised_) unquantised_->reserve();
 }
 
+void LoadedWeights::expect_text() const {
+    check(is_text, folder, ": there is no tokenizer.json in this folder: give --tokenizer");
+}
+
 LoadedModel::LoadedModel(const std::string& folder_, const std::string& tokenizer_path, DType dtype,
                          WeightFormat format, const EngineOptions& options, const std::string& draft_folder)
     : LoadedWeights(folder_, tokenizer_path, dtype, format), options_(options) {

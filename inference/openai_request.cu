@@ -31,14 +31,14 @@ class Fields {
   public:
     explicit Fields(const Json::Value& object) : object_(object) {}
 
-    const Json::Value* find(const char* name) {
+    const Json::Value* find(const std::string& name) {
         known_.insert(name);
         const Json::Value& found = member(object_, name);
         return found.isNull() ? nullptr : &found;
     }
     // False if it is not there.
     template <class T>
-    bool read(const char* name, T& to, const char* expected) {
+    bool read(const std::string& name, T& to, const char* expected) {
         const Json::Value* value = find(name);
         if (value && !read_value(*value, to)) wrong_type(name, *value, expected);
         return value != nullptr;
@@ -66,13 +66,8 @@ class Fields {
 };
 
 void read_sampling(Fields& fields, bool has_seed, SamplingOptions& s) {
-    fields.read("temperature", s.temperature, "a number");
-    fields.read("top_p", s.top_p, "a number");
+    for (const SamplingNumber& number : sampling_numbers()) fields.read(number.name, s.*number.value, "a number");
     fields.read("top_k", s.top_k, kWhole);
-    fields.read("min_p", s.min_p, "a number");
-    fields.read("repetition_penalty", s.repetition_penalty, "a number");
-    fields.read("presence_penalty", s.presence_penalty, "a number");
-    fields.read("frequency_penalty", s.frequency_penalty, "a number");
     static thread_local std::mt19937_64 random{std::random_device{}()};
     const Json::Value* const seed = fields.find("seed");
     // Those of OpenAI may be negative: -1 is 2^64 - 1.

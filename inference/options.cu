@@ -77,20 +77,20 @@ void add_request_options(CommandLine& line, GenerateOptions& o) {
     what.flag("--plan", o.plan, "print the memory that this takes and how many sequences fit, and end");
 }
 
+std::string flag_of(const SamplingNumber& number) {
+    std::string flag = "--" + number.name;
+    std::ranges::replace(flag, '_', '-');
+    return flag;
+}
+
 void add_sampling_options(CommandLine& line, GenerateOptions& o, Typed& typed) {
     Heading sampling{line, "Sampling"};
     SamplingOptions& s = o.sampling;
-    sampling.option("--temperature", s.temperature, "divides the logits; 0: always the most probable token");
+    for (const SamplingNumber& number : sampling_numbers())
+        sampling.option(flag_of(number), s.*number.value, number.help);
     sampling.option("--top-k", s.top_k, "only the k most probable tokens; 0: all");
-    sampling.option("--top-p", s.top_p, "only the most probable tokens that together have this probability");
-    sampling.option("--min-p", s.min_p,
-                    "only tokens with at least this fraction of the most probable one's probability");
     sampling.option("--logit-bias", typed.logit_bias,
                     "ID:VALUE, or several with commas between them: added to the logits of these tokens; -100 to 100");
-    sampling.option("--repetition-penalty", s.repetition_penalty, "above 1: tokens seen before become less probable");
-    sampling.option("--presence-penalty", s.presence_penalty,
-                    "subtracted from the logits of tokens that the answer has");
-    sampling.option("--frequency-penalty", s.frequency_penalty, "the same, for each time that the answer has them");
     sampling.option("--beams", o.beams,
                     "beam search: the most probable answers that this many beams find; 0: draw tokens");
     sampling.option("--length-penalty", o.length_penalty,
@@ -142,17 +142,11 @@ void add_server_options(CommandLine& line, GenerateOptions& o) {
 }
 
 // Beam search draws nothing.
-constexpr const char* kDrawing[] = {"--temperature",
-                                    "--top-k",
-                                    "--top-p",
-                                    "--min-p",
-                                    "--repetition-penalty",
-                                    "--presence-penalty",
-                                    "--frequency-penalty",
-                                    "--seed",
-                                    "--logit-bias",
-                                    "--logprobs",
-                                    "--stop"};
+std::vector<std::string> flags_of_drawing() {
+    std::vector<std::string> flags = {"--top-k", "--seed", "--logit-bias", "--logprobs", "--stop"};
+    for (const SamplingNumber& number : sampling_numbers()) flags.push_back(flag_of(number));
+    return flags;
+}
 
 constexpr const char* kOfServer[] = {"--host",     "--port",           "--api-key",        "--max-waiting",
                                      "--max-body", "--client-timeout", "--request-timeout"};
@@ -160,8 +154,8 @@ constexpr const char* kOfServer[] = {"--host",     "--port",           "--api-ke
 // A flag that does nothing would be believed to do something.
 void check_effects(const GenerateOptions& o, const CommandLine& line) {
     for (const char* flag : kOfServer) check(o.serve || o.plan || !line.given(flag), flag, " is for --serve");
-    std::vector<std::string> of_answers = {"--tokens", "--samples", "--beams", "--ignore-eos", "--show-special-tokens"};
-    of_answers.insert(of_answers.end(), std::begin(kDrawing), std::end(kDrawing));
+    std::vector<std::string> of_answers = flags_of_drawing();
+    of_answers.insert(of_answers.end(), {"--tokens", "--samples", "--beams", "--ignore-eos", "--show-special-tokens"});
     for (const std::string& flag : of_answers)
         check(o.eval.empty() || !line.given(flag), flag, " is for answers, and --eval has none: leave one of them out");
 }
@@ -170,7 +164,7 @@ void check_effects(const GenerateOptions& o, const CommandLine& line) {
 void check_answers(const GenerateOptions& o, const CommandLine& line) {
     const SamplingOptions& sampling = o.sampling;
     check(o.beams == 0 || o.beams >= o.samples, "--beams ", o.beams, ": it must be at least --samples");
-    for (const char* flag : kDrawing)
+    for (const std::string& flag : flags_of_drawing())
         check(o.beams == 0 || !line.given(flag), flag,
               " is for tokens that are drawn: it cannot be combined with --beams");
     check(o.beams > 0 || !line.given("--length-penalty"), "--length-penalty is for --beams");

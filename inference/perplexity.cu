@@ -58,7 +58,7 @@ struct Evaluation {
 }  // namespace
 
 std::vector<int32_t> tokens_to_evaluate(const LoadedModel& model, const std::string& path) {
-    check(model.is_text, model.folder, ": there is no tokenizer.json in this folder: give --tokenizer");
+    model.expect_text();
     std::vector<int32_t> tokens = encode_prompt(model, read_text_file(path));
     check(tokens.size() >= 2, "--eval ", path, ": the text has ", tokens.size(), " tokens, and at least 2 are needed");
     const int64_t V = model.config.V;

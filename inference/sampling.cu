@@ -13,10 +13,6 @@
 
 namespace {
 
-void check_range(bool is_inside, const char* name, double value, const char* range) {
-    check(is_inside, name, " is ", value, "; it must be ", range);
-}
-
 SamplingRule rule_of(const SamplingRow& row, int64_t V) {
     const SamplingOptions& options = *row.options;
     SamplingRule rule;
@@ -43,26 +39,39 @@ int64_t result_columns(int64_t n_top) { return 2 + 2 * std::max<int64_t>(n_top, 
 
 }  // namespace
 
-void check_sampling(const SamplingOptions& options, int64_t V) {
-    const auto& o = options;
+const std::vector<SamplingNumber>& sampling_numbers() {
+    using Options = SamplingOptions;
+    // Comparisons are written so that NaN is outside.
+    constexpr auto at_most_100 = [](double x) { return std::abs(x) <= 100; };
+    static const std::vector<SamplingNumber> table = {
+        {"temperature", &Options::temperature, [](double x) { return x == 0 || (x >= 1e-6 && x <= 1e6); },
+         "0 (the most probable token) or from 1e-6 to 1e6", "divides the logits; 0: always the most probable token"},
+        {"top_p", &Options::top_p, [](double x) { return x > 0 && x <= 1; }, "above 0 and at most 1 (all tokens)",
+         "only the most probable tokens that together have this probability"},
+        {"min_p", &Options::min_p, [](double x) { return x >= 0 && x <= 1; }, "from 0 (all tokens) to 1",
+         "only tokens with at least this fraction of the most probable one's probability"},
+        {"repetition_penalty", &Options::repetition_penalty, [](double x) { return x >= 0.01 && x <= 100; },
+         "from 0.01 to 100 (1: none)", "above 1: tokens seen before become less probable"},
+        {"presence_penalty", &Options::presence_penalty, at_most_100, "from -100 to 100",
+         "subtracted from the logits of tokens that the answer has"},
+        {"frequency_penalty", &Options::frequency_penalty, at_most_100, "from -100 to 100",
+         "the same, for each time that the answer has them"},
+    };
+    return table;
+}
+
+void check_sampling(const SamplingOptions& o, int64_t V) {
     check(V <= kMostSampledTokens, "the model has ", V, " tokens, and at most ", kMostSampledTokens,
           " can be sampled from");
-    // Comparisons are written so that NaN is outside.
-    check_range(o.temperature == 0 || (o.temperature >= 1e-6 && o.temperature <= 1e6), "temperature", o.temperature,
-                "0 (the most probable token) or from 1e-6 to 1e6");
+    for (const SamplingNumber& number : sampling_numbers())
+        check(number.is_valid(o.*number.value), number.name, " is ", o.*number.value, "; it must be ", number.range);
     check(o.top_k >= 0, "top_k is ", o.top_k, "; it must be 0 (all tokens) or more");
-    check_range(o.top_p > 0 && o.top_p <= 1, "top_p", o.top_p, "above 0 and at most 1 (all tokens)");
-    check_range(o.min_p >= 0 && o.min_p <= 1, "min_p", o.min_p, "from 0 (all tokens) to 1");
-    check_range(o.repetition_penalty >= 0.01 && o.repetition_penalty <= 100, "repetition_penalty", o.repetition_penalty,
-                "from 0.01 to 100 (1: none)");
-    check_range(std::abs(o.presence_penalty) <= 100, "presence_penalty", o.presence_penalty, "from -100 to 100");
-    check_range(std::abs(o.frequency_penalty) <= 100, "frequency_penalty", o.frequency_penalty, "from -100 to 100");
     check(o.logprobs >= -1 && o.logprobs <= kMostLogprobs, "logprobs is ", o.logprobs, "; it must be from 0 to ",
           kMostLogprobs, ", or -1 (none)");
     for (const auto& [token, bias] : o.logit_bias) {
         check(token >= 0 && token < V, "logit_bias names token ", token, ", but the model's tokens are 0 to ", V - 1);
-        check_range(std::abs(bias) <= 100 || bias == -INFINITY, concat("logit_bias of token ", token).c_str(), bias,
-                    "from -100 to 100");
+        check(std::abs(bias) <= 100 || bias == -INFINITY, "logit_bias of token ", token, " is ", bias,
+              "; it must be from -100 to 100");
     }
 }
 

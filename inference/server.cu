@@ -114,6 +114,6 @@ class Server {
 }  // namespace
 
 std::function<void()> open_server(LoadedModel& model, const GenerateOptions& options) {
-    check(model.is_text, model.folder, ": there is no tokenizer.json in this folder: give --tokenizer");
+    model.expect_text();
     return [server = std::make_shared<Server>(model, options)] { server->run(); };
 }

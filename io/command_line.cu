@@ -48,7 +48,7 @@ namespace {
 
 // The text of a flag's value, as CLI11 is to read it; Error if it is none.
 template <class T>
-std::string checked_text(const char* flag, const std::string& text, const std::vector<std::string>& words) {
+std::string checked_text(const std::string& flag, const std::string& text, const std::vector<std::string>& words) {
     // As --flag "$NAME" gives it, of a variable that is not set.
     check(!text.empty(), flag, " is empty: give it a value, or leave it out");
     if (std::ranges::find(words, concat(flag, "=", text)) == words.end()) expect_value(flag, text);
@@ -70,27 +70,29 @@ std::string name_of(const CLI::Option& option) { return "--" + option.get_lnames
 // Options
 
 template <class T>
-void Heading::add(const char* flag, T& value, const std::string& help) {
+void Heading::add(const std::string& flag, T& value, const std::string& help) {
     line.impl_->app.add_option(flag, value, help)
         ->group(name)
         ->transform(
             [flag, &words = line.impl_->words](const std::string& text) { return checked_text<T>(flag, text, words); });
 }
-void Heading::option(const char* flag, std::string& value, const std::string& help) { add(flag, value, help); }
-void Heading::option(const char* flag, int& value, const std::string& help) { add(flag, value, help); }
-void Heading::option(const char* flag, int64_t& value, const std::string& help) { add(flag, value, help); }
-void Heading::option(const char* flag, uint64_t& value, const std::string& help) { add(flag, value, help); }
-void Heading::option(const char* flag, double& value, const std::string& help) { add(flag, value, help); }
-void Heading::option(const char* flag, std::optional<float>& value, const std::string& help) { add(flag, value, help); }
-void Heading::option(const char* flag, std::optional<double>& value, const std::string& help) {
+void Heading::option(const std::string& flag, std::string& value, const std::string& help) { add(flag, value, help); }
+void Heading::option(const std::string& flag, int& value, const std::string& help) { add(flag, value, help); }
+void Heading::option(const std::string& flag, int64_t& value, const std::string& help) { add(flag, value, help); }
+void Heading::option(const std::string& flag, uint64_t& value, const std::string& help) { add(flag, value, help); }
+void Heading::option(const std::string& flag, double& value, const std::string& help) { add(flag, value, help); }
+void Heading::option(const std::string& flag, std::optional<float>& value, const std::string& help) {
     add(flag, value, help);
 }
-void Heading::option(const char* flag, std::vector<std::string>& values, const std::string& help) {
+void Heading::option(const std::string& flag, std::optional<double>& value, const std::string& help) {
+    add(flag, value, help);
+}
+void Heading::option(const std::string& flag, std::vector<std::string>& values, const std::string& help) {
     add(flag, values, help);
     // One value each time. (Newer versions of CLI11 would make several of "[a,b]" otherwise.)
     line.impl_->app.get_option(flag)->expected(1)->allow_extra_args(false)->multi_option_policy(kSeveral);
 }
-void Heading::flag(const char* flag, bool& value, const std::string& help) {
+void Heading::flag(const std::string& flag, bool& value, const std::string& help) {
     line.impl_->app.add_flag(flag, value, help)->group(name)->transform([flag](const std::string& text) {
         check(text == "true" || text == "false", flag, "=", text, ": ", flag, " takes no value");
         return text;

@@ -36,18 +36,18 @@ struct Heading {
     CommandLine& line;
     const char* name;
 
-    void option(const char* flag, std::string& value, const std::string& help);
-    void option(const char* flag, int& value, const std::string& help);
-    void option(const char* flag, int64_t& value, const std::string& help);
-    void option(const char* flag, uint64_t& value, const std::string& help);
-    void option(const char* flag, double& value, const std::string& help);
-    void option(const char* flag, std::optional<float>& value, const std::string& help);
-    void option(const char* flag, std::optional<double>& value, const std::string& help);
+    void option(const std::string& flag, std::string& value, const std::string& help);
+    void option(const std::string& flag, int& value, const std::string& help);
+    void option(const std::string& flag, int64_t& value, const std::string& help);
+    void option(const std::string& flag, uint64_t& value, const std::string& help);
+    void option(const std::string& flag, double& value, const std::string& help);
+    void option(const std::string& flag, std::optional<float>& value, const std::string& help);
+    void option(const std::string& flag, std::optional<double>& value, const std::string& help);
     // May be given several times: all values count.
-    void option(const char* flag, std::vector<std::string>& values, const std::string& help);
-    void flag(const char* flag, bool& value, const std::string& help);  // takes no value
+    void option(const std::string& flag, std::vector<std::string>& values, const std::string& help);
+    void flag(const std::string& flag, bool& value, const std::string& help);  // takes no value
 
   private:
     template <class T>
-    void add(const char* flag, T& value, const std::string& help);
+    void add(const std::string& flag, T& value, const std::string& help);
 };

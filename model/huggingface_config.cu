@@ -344,13 +344,10 @@ Config load_config(const std::string& preset_or_path) {
     if (const Config* preset = find_preset(preset_or_path)) return *preset;
     std::string path = preset_or_path;
     if (is_folder(path)) path += "/config.json";
-    if (!is_there(path)) {
-        std::string names;
-        for (const std::string& name : preset_names()) names += (names.empty() ? "" : ", ") + name;
-        fail("no model '", preset_or_path, "': use one of ", names,
+    if (!is_there(path))
+        fail("no model '", preset_or_path, "': use one of ", comma_list(preset_names()),
              ", or the path of a config.json or of its folder (there is no file ", preset_or_path, ", and no folder ",
              preset_or_path, " with a config.json; models are not downloaded)");
-    }
     const ConfigReader in(path);
     const std::string type = in.text("model_type", "");
     const auto known = std::ranges::find_if(kModelTypes, [&](const auto& its) { return its.name == type; });

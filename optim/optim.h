@@ -216,12 +216,11 @@ UnitsPart part_of_units(const std::vector<UpdatedUnit>& units, size_t first, siz
 // Every optimizer reads the fields that its maths names. Start from default_optimizer_options(name): the defaults below
 // are AdamW's, with GPT-3's values (Brown et al. 2020).
 struct OptimizerOptions {
-    float beta1 = 0.9f;             // decay rate of the first moment, m      (adam, adamw, adam8bit, muon's AdamW);
-                                    // lion: share of m in the step's direction
-    float beta2 = 0.95f;            // decay rate of the second moment, v     (those, rmsprop);  lion: of m
-    float eps = 1e-8f;              // added to the root that divides; adafactor: lower limit of v
     float weight_decay = 0.1f;      // adamw, adam8bit, lion, muon, adafactor: w -= lr wd w.  Others: g += wd w
-    float momentum = 0.9f;          // momentum, nesterov, muon
+    float beta1 = 0.9f;             // decay rate of the first moment, m; lion: share of m in the step's direction
+    float beta2 = 0.95f;            // decay rate of the second moment, v; lion: of m
+    float eps = 1e-8f;              // added to the root that divides; adafactor: lower limit of v
+    float momentum = 0.9f;          // decay rate of the momentum
     bool nesterov = false;          // momentum: the step as if m were one gradient further; make_nesterov sets it
     float decay_power = 0.8f;       // adafactor: beta2 at step t is 1 - t^-decay_power
     float clip_threshold = 1;       // adafactor: largest root mean square of an update before lr
@@ -294,6 +293,17 @@ bool has_host_optimizer(const std::string& name);
 int64_t optimizer_granularity(const std::string& name);
 std::vector<std::string> optimizer_names();
 OptimizerOptions default_optimizer_options(const std::string& name);
+// The hyperparameters that have flags, beside the learning rate.
+struct Hyperparameter {
+    std::string name;  // "weight-decay"
+    float OptimizerOptions::*field;
+    enum class Range { not_negative, positive, below_1 } range;
+    std::string help;
+};
+const std::vector<Hyperparameter>& hyperparameters();
+std::vector<std::string> optimizers_that_read(const Hyperparameter& hyperparameter);
+// What is wrong with this value of it, as "it must be a number above 0", or "".
+std::string hyperparameter_fault(const Hyperparameter& hyperparameter, float value);
 // For the small default model of train_gpt; models of 100M and more want those of the table above, mostly smaller.
 double default_learning_rate(const std::string& name);
 

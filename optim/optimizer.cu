@@ -11,6 +11,7 @@ struct Entry {
     MakeOptimizer* make;
     double lr;
     int64_t granularity;
+    std::vector<std::string> reads;  // of hyperparameters(), beside weight decay
     OptimizerOptions defaults;
 };
 
@@ -19,28 +20,25 @@ struct Entry {
 // its lr is smaller than AdamW's, and its weight decay larger.
 const std::vector<Entry>& entries() {
     static const std::vector<Entry> table = {
-        {"sgd", make_sgd, 0.3, kTileN, {.weight_decay = 0}},
-        {"momentum", make_momentum, 0.1, kTileN, {.weight_decay = 0}},
-        {"nesterov", make_nesterov, 0.1, kTileN, {.weight_decay = 0}},
-        {"adagrad", make_adagrad, 1e-2, kTileN, {.eps = 1e-10f, .weight_decay = 0}},
-        {"rmsprop", make_rmsprop, 1e-3, kTileN, {.beta2 = 0.99f, .weight_decay = 0}},
-        {"adam", make_adam, 3e-3, kTileN, {.beta2 = 0.999f, .weight_decay = 0}},
-        {"adamw", make_adamw, 3e-3, kTileN, {}},
-        {"adafactor", make_adafactor, 3e-2, 0, {.eps = 1e-30f, .weight_decay = 0}},
-        {"lion", make_lion, 1e-3, kTileN, {.beta2 = 0.99f, .weight_decay = 1}},
-        {"muon", make_muon, 5e-2, 0, {.momentum = 0.95f}},
-        {"adam8bit", make_adam8bit, 3e-3, kTileN, {}},
+        {"sgd", make_sgd, 0.3, kTileN, {}, {.weight_decay = 0}},
+        {"momentum", make_momentum, 0.1, kTileN, {"momentum"}, {.weight_decay = 0}},
+        {"nesterov", make_nesterov, 0.1, kTileN, {"momentum"}, {.weight_decay = 0}},
+        {"adagrad", make_adagrad, 1e-2, kTileN, {"eps"}, {.weight_decay = 0, .eps = 1e-10f}},
+        {"rmsprop", make_rmsprop, 1e-3, kTileN, {"beta2", "eps"}, {.weight_decay = 0, .beta2 = 0.99f}},
+        {"adam", make_adam, 3e-3, kTileN, {"beta1", "beta2", "eps"}, {.weight_decay = 0, .beta2 = 0.999f}},
+        {"adamw", make_adamw, 3e-3, kTileN, {"beta1", "beta2", "eps"}, {}},
+        {"adafactor", make_adafactor, 3e-2, 0, {"eps"}, {.weight_decay = 0, .eps = 1e-30f}},
+        {"lion", make_lion, 1e-3, kTileN, {"beta1", "beta2"}, {.weight_decay = 1, .beta2 = 0.99f}},
+        {"muon", make_muon, 5e-2, 0, {"momentum", "beta1", "beta2", "eps"}, {.momentum = 0.95f}},
+        {"adam8bit", make_adam8bit, 3e-3, kTileN, {"beta1", "beta2", "eps"}, {}},
     };
     return table;
 }
 
 const Entry& entry(const std::string& name) {
-    std::string names;
-    for (const Entry& e : entries()) {
+    for (const Entry& e : entries())
         if (name == e.name) return e;
-        names += concat(names.empty() ? "" : ", ", e.name);
-    }
-    fail("unknown optimizer '", name, "': use one of ", names);
+    fail("unknown optimizer '", name, "': use one of ", comma_list(optimizer_names()));
 }
 
 class ByUnit final : public Optimizer {
@@ -131,20 +129,49 @@ OptimizerOptions default_optimizer_options(const std::string& name) { return ent
 
 double default_learning_rate(const std::string& name) { return entry(name).lr; }
 
-void check_optimizer_input(const char* name, const std::vector<UpdatedUnit>& units, const OptimizerOptions& o) {
-    // Written so that a NaN fails, too.
-    const auto below_1 = [&](const char* what, float x) {
-        check(x >= 0 && x < 1, name, ": ", what, " is ", x, ": it must be from 0 to below 1");
+const std::vector<Hyperparameter>& hyperparameters() {
+    using Range = Hyperparameter::Range;
+    static const std::vector<Hyperparameter> table = {
+        {"weight-decay", &OptimizerOptions::weight_decay, Range::not_negative, "on matrices only"},
+        {"beta1", &OptimizerOptions::beta1, Range::below_1,
+         "decay rate of the first moment (running mean of the gradients); lion: its share in the step"},
+        {"beta2", &OptimizerOptions::beta2, Range::below_1,
+         "decay rate of the second moment (running mean of their squares); lion: of the first"},
+        {"eps", &OptimizerOptions::eps, Range::positive,
+         "added to the root that divides the step; adafactor: lower limit of the second moment"},
+        {"momentum", &OptimizerOptions::momentum, Range::below_1, "decay rate of the momentum"},
     };
+    return table;
+}
+
+std::vector<std::string> optimizers_that_read(const Hyperparameter& hyperparameter) {
+    std::vector<std::string> names;
+    for (const Entry& e : entries())
+        if (hyperparameter.name == "weight-decay" || std::ranges::count(e.reads, hyperparameter.name) > 0)
+            names.push_back(e.name);
+    return names;
+}
+
+std::string hyperparameter_fault(const Hyperparameter& hyperparameter, float value) {
+    // Written so that a NaN is a fault, too.
+    switch (hyperparameter.range) {
+        case Hyperparameter::Range::not_negative:
+            return value >= 0 && std::isfinite(value) ? "" : "it must be a number >= 0";
+        case Hyperparameter::Range::positive:
+            return value > 0 && std::isfinite(value) ? "" : "it must be a number above 0";
+        case Hyperparameter::Range::below_1: return value >= 0 && value < 1 ? "" : "it must be from 0 to below 1";
+    }
+    fail("no such range");
+}
+
+void check_optimizer_input(const char* name, const std::vector<UpdatedUnit>& units, const OptimizerOptions& o) {
+    for (const Hyperparameter& h : hyperparameters()) {
+        const std::string fault = hyperparameter_fault(h, o.*h.field);
+        check(fault.empty(), name, ": ", h.name, " is ", o.*h.field, ": ", fault);
+    }
     const auto positive = [&](const char* what, float x) {
         check(x > 0 && std::isfinite(x), name, ": ", what, " is ", x, ": it must be a number above 0");
     };
-    below_1("beta1", o.beta1);
-    below_1("beta2", o.beta2);
-    below_1("momentum", o.momentum);
-    positive("eps", o.eps);
-    check(o.weight_decay >= 0 && std::isfinite(o.weight_decay), name, ": weight decay is ", o.weight_decay,
-          ": it must be a number >= 0");
     positive("decay power", o.decay_power);
     positive("clip threshold", o.clip_threshold);
     positive("smallest scale", o.min_scale);

@@ -39,12 +39,9 @@ constexpr Entry kTable[] = {
     {"constant", constant, false}, {"linear", linear, true}, {"cosine", cosine, true}, {"wsd", wsd, false}};
 
 const Entry& entry(const std::string& name) {
-    std::string names;
-    for (const Entry& e : kTable) {
+    for (const Entry& e : kTable)
         if (name == e.name) return e;
-        names += concat(names.empty() ? "" : ", ", e.name);
-    }
-    fail("unknown schedule '", name, "': use one of ", names);
+    fail("unknown schedule '", name, "': use one of ", comma_list(schedule_names()));
 }
 
 double position_of(const Schedule& s, int64_t step) {

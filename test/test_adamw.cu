@@ -398,7 +398,7 @@ TEST_CASE("AdamW refuses wrong arguments", "[adamw]") {
     CHECK_THAT(option_error([](OptimizerOptions& o) { o.beta2 = -0.5f; }), ContainsSubstring("beta2 is -0.5"));
     CHECK_THAT(option_error([](OptimizerOptions& o) { o.eps = 0; }), ContainsSubstring("eps is 0"));
     CHECK_THAT(option_error([](OptimizerOptions& o) { o.weight_decay = NAN; }),
-               ContainsSubstring("weight decay is nan"));
+               ContainsSubstring("weight-decay is nan"));
     Layout outside = layout;
     outside.n -= 4;
     CHECK_THAT(error_of([&] { OwnOptimizer optimizer(outside, {}); }), ContainsSubstring("parameter 1"));

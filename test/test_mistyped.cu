@@ -65,7 +65,7 @@ const std::vector<Mistyped> kMistyped = {
     {"--seed 9223372036854775808", {"--seed 9223372036854775808 is too large: the largest is 9223372036854775807"}},
     {"--seed 1e30", {"--seed 1e30 is too large"}},
     {"--seed -1", {"--seed must not be negative"}},
-    {"--beta1 0.999999999", {"--beta1: in float32 it is 1, and it must lie in [0, 1)"}},
+    {"--beta1 0.999999999", {"--beta1: in float32 it is 1, and it must be from 0 to below 1"}},
     {"--eps 1e-50", {"--eps: in float32 it is 0, and it must be a number above 0"}},
     {"--lr 1e39", {"--lr: in float32 it is inf, and it must be a number >= 0"}},
     {"--lr=-1", {"the learning rate is -1: it must be a number >= 0"}},
@@ -203,7 +203,7 @@ TEST_CASE("what several flags mean together", "[mistyped]") {
     CHECK(parse({"--batch", "65535"}).batch == 65535);
     CHECK(parse({"--seq", "1"}).sample_tokens == 0);
     const std::pair<std::vector<std::string>, const char*> refused[] = {
-        {{"--optimizer", "lion", "--eps", "1e-6"}, "--eps has no effect with --optimizer lion"},
+        {{"--optimizer", "lion", "--eps", "1e-6"}, "--eps has no effect with --optimizer lion: use adagrad, rmsprop,"},
         {{"--batch", "65536"}, "a micro-batch can have at most 65535 sequences"},
         {{"--dtype", "bf16", "--grad-dtype", "fp16"}, "--grad-dtype fp16 with --dtype bf16: use fp32, same or auto"},
         {{"--ranks", "2", "--compress", "powersgd", "--compress-rank", "17"}, "--compress-rank 17: use 1 to 16"},
@@ -233,7 +233,7 @@ TEST_CASE("the smallest and the largest value of a flag are taken, and what lies
         {{"--zero", "4"}, "--zero 4: use 0, 1, 2 or 3"},
         {{"--bucket-mib", "0"}, "--bucket-mib must be positive"},
         {{"--dp-mode", "zero"}, "--dp-mode zero: use ddp or naive"},
-        {{"--beta1", "-0.1"}, "it must lie in [0, 1)"},
+        {{"--beta1", "-0.1"}, "it must be from 0 to below 1"},
         {{"--weight-decay", "-0.1"}, "--weight-decay: in float32 it is -0.1, and it must be a number >= 0"},
         {{"--temperature", "1.1e6", "--sample", "1"}, "it must lie between 1e-6 and 1e6"},
         {{"--eot", "2147483648"}, "--eot 2147483648: a token id, or -1"},
@@ -275,12 +275,28 @@ TEST_CASE("the smallest and the largest value of a flag are taken, and what lies
         CHECK(parse({"--dtype", name}).precision.dtype == dtype);
 }
 
+TEST_CASE("ranks that are threads of one process read the model's files once", "[mistyped]") {
+    const TempFolder folder;
+    const std::string model = folder / "model";
+    std::filesystem::copy("test/golden/gpt2", model);
+    const TrainOptions options = parse({"--init", model});
+    RunFiles files;
+    CHECK(open_model(options, files) == "");
+    const Tokenizer* const tokenizer = files.model->tokenizer.tokenizer.get();
+    std::filesystem::remove_all(model);
+    CHECK(open_model(options, files) == "");
+    CHECK(files.model->tokenizer.tokenizer.get() == tokenizer);
+}
+
 TEST_CASE("the preset tiny is as long as --seq; what its sizes allow at most", "[mistyped]") {
-    std::optional<RunModel> model;
-    const auto fault = [&](const std::vector<std::string>& flags) { return open_model(parse(flags), model); };
-    CHECK(fault({"--seq", "4000"}) == "");
-    CHECK(model.value().config.T_max == 4000);
-    const std::string blocks = concat(model->config.L);
+    const auto fault = [](const std::vector<std::string>& flags) {
+        RunFiles files;
+        return open_model(parse(flags), files);
+    };
+    RunFiles files;
+    CHECK(open_model(parse({"--seq", "4000"}), files) == "");
+    CHECK(files.model.value().config.T_max == 4000);
+    const std::string blocks = concat(files.model->config.L);
     CHECK(fault({"--recompute", blocks}) == "");
     CHECK(fault({"--batch", "2", "--seq", "64", "--head-chunks", "128"}) == "");
     CHECK_THAT(fault({"--batch", "2", "--seq", "64", "--head-chunks", "129"}),

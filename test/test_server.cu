@@ -512,6 +512,7 @@ TEST_CASE("what a flag of sampling says, beams refuse, and a request of a batch 
                    ContainsSubstring(flag + " is for tokens that are drawn"));
         fields.push_back(flag.substr(2));
         std::ranges::replace(fields.back(), '-', '_');
+        CHECK_THAT(slurp("doc/inference.md"), ContainsSubstring("`\"" + fields.back() + "\"`"));
         lines += concat(R"({"prompt": "a", ")", fields.back(), "\": []}\n");  // of no field's type
     }
     const TempFolder folder;

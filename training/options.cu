@@ -313,15 +313,12 @@ void add_optimizer_options(CommandLine& line, TrainOptions& o, TypedFlags& typed
     optimizer.option("--min-lr-ratio", o.schedule.min_ratio, "last learning rate / highest");
     optimizer.option("--decay-fraction", o.schedule.decay_fraction, "wsd: share of the steps that decay");
     optimizer.option("--optimizer", o.optimizer, listed(optimizer_names()));
-    optimizer.option("--weight-decay", typed.weight_decay,
-                     "on matrices only; default: the optimizer's own, as for the next four");
-    optimizer.option("--beta1", typed.beta1,
-                     "decay rate of the first moment (running mean of the gradients); lion: its share in the step");
-    optimizer.option("--beta2", typed.beta2,
-                     "decay rate of the second moment (running mean of their squares); lion: of the first");
-    optimizer.option("--eps", typed.eps,
-                     "added to the root that divides the step; adafactor: lower limit of the second moment");
-    optimizer.option("--momentum", typed.momentum, "decay rate of the momentum, for momentum, nesterov and muon");
+    for (const Hyperparameter& h : hyperparameters()) {
+        const std::vector<std::string> readers = optimizers_that_read(h);
+        optimizer.option("--" + h.name, typed.hyperparameters["--" + h.name],
+                         h.help + "\n(" + (readers == optimizer_names() ? "all optimizers" : comma_list(readers)) +
+                             "; default: the optimizer's own)");
+    }
     optimizer.option("--clip", o.clip, "largest global norm of the gradients; 0: no clipping");
 }
 
@@ -409,13 +406,9 @@ void set_identity(TrainOptions& options, const CommandLine& line) {
     if (options.optimizer == "adam8bit")
         for (const std::string& flag : kPartFlags) options.identity[flag] = line.value_of(flag);
     options.identity["--micro-batch"] = std::to_string(options.micro_batch);
-    const OptimizerOptions& h = options.optimizer_options;
     options.identity["--lr"] = number_text(options.schedule.peak);
-    options.identity["--weight-decay"] = number_text(h.weight_decay);
-    options.identity["--beta1"] = number_text(h.beta1);
-    options.identity["--beta2"] = number_text(h.beta2);
-    options.identity["--eps"] = number_text(h.eps);
-    options.identity["--momentum"] = number_text(h.momentum);
+    for (const Hyperparameter& h : hyperparameters())
+        options.identity["--" + h.name] = number_text(options.optimizer_options.*h.field);
 }
 
 }  // namespace

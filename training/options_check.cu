@@ -22,12 +22,9 @@ void choose_optimizer(TrainOptions& o, const TypedFlags& typed) {
     o.typed_schedule = o.schedule;
     if (o.resume && !o.out.empty()) o.schedule = resumed_schedule(o, read_state(o.checkpoint)).schedule;
     else if (o.schedule.warmup == -1) o.schedule.warmup = o.steps / 20;
-    OptimizerOptions& h = o.optimizer_options = default_optimizer_options(o.optimizer);
-    h.weight_decay = typed.weight_decay.value_or(h.weight_decay);
-    h.beta1 = typed.beta1.value_or(h.beta1);
-    h.beta2 = typed.beta2.value_or(h.beta2);
-    h.eps = typed.eps.value_or(h.eps);
-    h.momentum = typed.momentum.value_or(h.momentum);
+    o.optimizer_options = default_optimizer_options(o.optimizer);
+    for (const Hyperparameter& h : hyperparameters())
+        if (const auto value = typed.hyperparameters.at("--" + h.name)) o.optimizer_options.*h.field = *value;
 }
 
 // What --dtype and the flags beside it mean together.
@@ -154,12 +151,11 @@ void check_options(const TrainOptions& o) {
     check(o.clip == 0 || (clip > 0 && std::isfinite(clip)), "--clip ", o.clip,
           ": it must be 0, for no clipping, or a float32 number above 0");
     check(std::isfinite(lr), "--lr: in float32 it is ", lr, ", and it must be a number >= 0");
-    const OptimizerOptions& h = o.optimizer_options;
-    for (const auto& [flag, value] : {std::pair("--beta1", h.beta1), {"--beta2", h.beta2}, {"--momentum", h.momentum}})
-        check(value >= 0 && value < 1, flag, ": in float32 it is ", value, ", and it must lie in [0, 1)");
-    check(h.eps > 0 && std::isfinite(h.eps), "--eps: in float32 it is ", h.eps, ", and it must be a number above 0");
-    check(h.weight_decay >= 0 && std::isfinite(h.weight_decay), "--weight-decay: in float32 it is ", h.weight_decay,
-          ", and it must be a number >= 0");
+    for (const Hyperparameter& h : hyperparameters()) {
+        const float value = o.optimizer_options.*h.field;
+        const std::string fault = hyperparameter_fault(h, value);
+        check(fault.empty(), "--", h.name, ": in float32 it is ", value, ", and ", fault);
+    }
     check(o.temperature >= 1e-6 && o.temperature <= 1e6, "--temperature ", o.temperature,
           ": it must lie between 1e-6 and 1e6");  // of what check_sampling allows, all but 0
     check(o.eot >= -1 && o.eot <= std::numeric_limits<int32_t>::max(), "--eot ", o.eot, ": a token id, or -1");
@@ -208,21 +204,6 @@ void check_tensor_parallel(const TrainOptions& o) {
           ": its products of blocks are in 16 or 32 bits; use --dtype bf16 or --tp-mode 1d");
 }
 
-// The hyperparameters that the optimizers read, beside --lr and --weight-decay (optim.h).
-const std::map<std::string, std::set<std::string>> kHyperparameters = {
-    {"sgd", {}},
-    {"momentum", {"--momentum"}},
-    {"nesterov", {"--momentum"}},
-    {"adagrad", {"--eps"}},
-    {"rmsprop", {"--beta2", "--eps"}},
-    {"adam", {"--beta1", "--beta2", "--eps"}},
-    {"adamw", {"--beta1", "--beta2", "--eps"}},
-    {"adafactor", {"--eps"}},
-    {"lion", {"--beta1", "--beta2"}},
-    {"muon", {"--momentum", "--beta1", "--beta2", "--eps"}},
-    {"adam8bit", {"--beta1", "--beta2", "--eps"}},
-};
-
 // --trace records steps that this call of the program makes.
 void check_trace(const TrainOptions& o) {
     const int64_t first = 1 + (o.resume ? read_state(o.checkpoint).step : 0),
@@ -234,7 +215,7 @@ void check_trace(const TrainOptions& o) {
 
 // Error for a flag of the command line that changes nothing beside the others.
 void check_effects(const TrainOptions& o, const TypedFlags& typed) {
-    const auto check_effect = [&](const char* flag, bool has_effect, const std::string& reason) {
+    const auto check_effect = [&](const std::string& flag, bool has_effect, const std::string& reason) {
         check(has_effect || typed.given.count(flag) == 0, flag, " has no effect ", reason, ", or leave ", flag, " out");
     };
     check_effect("--fp8", o.precision.fp8 != Fp8Recipe::none, concat("with --dtype ", o.dtype, ": add --dtype fp8"));
@@ -247,12 +228,11 @@ void check_effects(const TrainOptions& o, const TypedFlags& typed) {
                  concat("with --schedule ", o.schedule.name, ": use --schedule wsd"));
     check_effect("--min-lr-ratio", o.schedule.name != "constant",
                  "with --schedule constant: use linear, cosine or wsd");
-    const auto read = kHyperparameters.find(o.optimizer);
-    check(read != kHyperparameters.end(), "--optimizer ", o.optimizer,
-          ": kHyperparameters in training/options_check.cu does not say what it reads: add a line there");
-    for (const char* flag : {"--momentum", "--beta1", "--beta2", "--eps"})
-        check_effect(flag, read->second.count(flag) > 0,
-                     concat("with --optimizer ", o.optimizer, ": use another optimizer"));
+    for (const Hyperparameter& h : hyperparameters()) {
+        const std::vector<std::string> readers = optimizers_that_read(h);
+        check_effect("--" + h.name, std::ranges::count(readers, o.optimizer) > 0,
+                     concat("with --optimizer ", o.optimizer, ": use ", comma_list(readers)));
+    }
     check_effect("--val-fraction", o.val.empty(), "beside --val, which is all that is held out: leave --val out");
     check_effect("--ranks-per-node", all_reduce_from_name(o.ranks.all_reduce) == AllReduce::two_level,
                  concat("with --all-reduce ", o.ranks.all_reduce, ": use --all-reduce two-level"));

@@ -173,12 +173,15 @@ static std::string fault_of(const std::function<void()>& f) {
     }
 }
 
-std::string open_model(const TrainOptions& o, std::optional<RunModel>& model) {
-    return fault_of([&] {
-        const RunTokenizer tokenizer = find_tokenizer(o);
-        model = {tokenizer, choose_config(o, tokenizer.tokenizer->vocab_size())};
-        check_limits(o, model->config);
+std::string open_model(const TrainOptions& o, RunFiles& files) {
+    std::call_once(files.model_once, [&] {
+        files.model_fault = fault_of([&] {
+            const RunTokenizer tokenizer = find_tokenizer(o);
+            files.model = {tokenizer, choose_config(o, tokenizer.tokenizer->vocab_size())};
+            check_limits(o, files.model->config);
+        });
     });
+    return files.model_fault;
 }
 
 // A new run does not write into the folder of another.
@@ -189,18 +192,24 @@ static void expect_no_run(const std::string& out) {
               : " holds a run that has saved no checkpoint: delete the folder, or choose another --out");
 }
 
-std::string open_run(const TrainOptions& o, const RunModel& model, Mesh& mesh, std::optional<Trainer>& trainer,
-                     std::optional<RunData>& data) {
-    const std::string fault = fault_of([&] {
-        trainer.emplace(o, model.config, mesh);
+std::string open_run(const TrainOptions& o, RunFiles& files, Mesh& mesh, std::optional<Trainer>& trainer) {
+    const auto& [tokenizer, config] = *files.model;
+    std::string fault = fault_of([&] {
+        trainer.emplace(o, config, mesh);
         trainer->take_memory();  // counts; the kernels' limits on sizes are checked here
-        if (o.plan || o.account) return;
-        data = open_data(o, model.config, model.tokenizer);
-        trainer->data = data->identity;
-        if (trainer->world.rank == 0)
-            trainer->model_files = collect_model_files(o, model.config, model.tokenizer, *data);
     });
-    if (o.plan || o.account || o.resume) return fault;
+    if (o.plan || o.account) return fault;
+    if (fault.empty()) {
+        std::call_once(files.data_once,
+                       [&] { files.data_fault = fault_of([&] { files.data = open_data(o, config, tokenizer); }); });
+        fault = files.data_fault;
+    }
+    if (fault.empty()) {
+        trainer->data = files.data->identity;
+        if (trainer->world.rank == 0)
+            fault = fault_of([&] { trainer->model_files = collect_model_files(o, config, tokenizer, *files.data); });
+    }
+    if (o.resume) return fault;
     // Rank 0's folder is that of all. A run in it is a fault of all ranks, and not of the one that sees it.
     const std::string its_fault = fault_of([&] {
         if (mesh.world().rank != 0 || o.out.empty()) return;

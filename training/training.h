@@ -34,6 +34,7 @@
 #include <deque>
 #include <exception>
 #include <functional>
+#include <mutex>
 #include <set>
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -116,7 +117,7 @@ struct TrainOptions {
 struct TypedFlags {
     // Every optimizer has defaults of its own for those that were not given.
     std::optional<double> lr;
-    std::optional<float> weight_decay, beta1, beta2, eps, momentum;
+    std::map<std::string, std::optional<float>> hyperparameters;  // by flag
     std::string master = "auto", grad_dtype = "auto", loss_scale = "auto", recompute = "none", fp8 = "delayed",
                 dp_mode = "ddp", tp_mode = "1d", cp_mode = "ring", attention = "auto", compress = "none",
                 offload = "none", stages, times = "1,1,1,0", graph = "auto", run_ahead = "auto";
@@ -521,15 +522,21 @@ struct RunData {
     std::string show(const std::vector<int32_t>& tokens) const;  // as text for a terminal, or as ids
     std::vector<int32_t> prompt() const;                         // what a sample begins with
 };
-// What the run begins with: what is wrong with it, in one line, or "". The tokenizer and the model's configuration:
 struct RunModel {
     RunTokenizer tokenizer;
     Config config;
 };
-std::string open_model(const TrainOptions& options, std::optional<RunModel>& model);
+// What a run begins with. Ranks that are threads of one process read it once, and share it: the first that asks reads.
+struct RunFiles {
+    std::once_flag model_once, data_once;
+    std::string model_fault, data_fault;
+    std::optional<RunModel> model;
+    std::optional<RunData> data;
+};
+// What is wrong with it, in one line, or "". The tokenizer and the model's configuration:
+std::string open_model(const TrainOptions& options, RunFiles& files);
 // Then, when all ranks have those, for the ranks meet here: counts the memory, and opens the data (not with --plan).
-std::string open_run(const TrainOptions& options, const RunModel& model, Mesh& mesh, std::optional<Trainer>& trainer,
-                     std::optional<RunData>& data);
+std::string open_run(const TrainOptions& options, RunFiles& files, Mesh& mesh, std::optional<Trainer>& trainer);
 
 // What was found before the start. Where all ranks found a fault, they end together: rank 0 prints its line, and no
 // rank's end is an accident for the others. A fault that only some ranks have is thrown there. Collective; false: do
