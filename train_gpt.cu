@@ -73,18 +73,16 @@ bool evaluates_init(const Run& run) {
     const TrainOptions& o = run.trainer.options;
     return !o.init.empty() && !o.resume && o.val_every > 0 && run.data.val;
 }
-void evaluate_init(Run& run) {
-    const TrainOptions& o = run.trainer.options;
-    if (!evaluates_init(run)) return;
+std::optional<LogRow> evaluate_init(const Run& run) {
+    if (!evaluates_init(run)) return {};
     LogRow row;
-    row.val_loss = evaluate(run.trainer, *run.data.val, o.val_sequences);
-    if (!run.is_first()) return;
-    run.log->write(row);
-    print_val_loss_of_init(row, o.steps);
+    row.val_loss = evaluate(run.trainer, *run.data.val, run.trainer.options.val_sequences);
+    return row;
 }
 
 // Folder, memory, weights and logs. What can be wrong with flags, model and data has been found before (open_model,
-// open_run), and what is wrong with weights or a checkpoint is found here, before the log begins.
+// open_run), and what is wrong with weights or a checkpoint is found here, before the log begins: a folder without one
+// can be given again.
 void prepare(Run& run, Mesh& mesh) {
     Trainer& t = run.trainer;
     const TrainOptions& o = t.options;
@@ -101,9 +99,13 @@ void prepare(Run& run, Mesh& mesh) {
     t.world.meet_hosts();  // no collective before all have their memory
     run.step = run.first_step = set_weights(t);
     choose_matmuls(t, run.data.train);
-    if (run.is_first()) run.log.emplace(o.out, o.resume ? run.step : -1);
     if (!o.resume) print_sample(t, run.data, "sample before training");
-    evaluate_init(run);
+    const std::optional<LogRow> of_init = evaluate_init(run);
+    if (!run.is_first()) return;
+    run.log.emplace(o.out, o.resume ? run.step : -1);
+    if (!of_init) return;
+    run.log->write(*of_init);
+    print_val_loss_of_init(*of_init, o.steps);
 }
 
 // The next step that the run makes, and while the device works on it what can be done of the one after

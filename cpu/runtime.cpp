@@ -20,7 +20,14 @@ thread_local cudaError_t last_error = cudaSuccess;
 // Asked for each time: a program that starts ranks as threads may ask for more devices (parallel/comm/ranks.cu).
 int device_count() {
     const char* text = std::getenv("CUDA_CPU_DEVICES");
-    return text ? std::max(1, std::atoi(text)) : 1;
+    if (!text || !*text) return 1;
+    int count = 0, end = 0;
+    std::sscanf(text, "%d%n", &count, &end);
+    if (end == 0 || text[end] || count < 1) {
+        std::fprintf(stderr, "CUDA_CPU_DEVICES=%s is not a number of devices, 1 or more\n", text);
+        std::_Exit(2);
+    }
+    return count;
 }
 
 // What the device shows of itself. Code chooses by it, and CUDA_CPU_GPU lets it choose as on a GPU.

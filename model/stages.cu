@@ -59,7 +59,8 @@ std::vector<int64_t> cut_stages(const Config& c, int64_t S, int64_t T, const std
         const int64_t n = std::accumulate(by_hand.begin(), by_hand.end(), int64_t{0});
         check(std::ssize(by_hand) == S, "--stages: ", by_hand.size(), " numbers for ", S, " stages: give one for each");
         check(std::ranges::min(by_hand) >= 1, "--stages: each stage has at least one block");
-        check(n == c.L, "--stages: ", n, " blocks in all, and the model has ", c.L);
+        check(n == c.L, "--stages: ", n, " blocks in all, and the model has ", c.L,
+              ": give numbers that add up to it, or leave --stages out");
         return by_hand;
     }
     return best_cut(block_flops_per_token(c, T), 6 * static_cast<double>(c.V * c.C), static_cast<size_t>(S));

@@ -552,6 +552,12 @@ TEST_CASE("CUDA_CPU_GPU shows the properties of a GPU", "[cpu]") {
         CHECK(outcome.status == 2);
         CHECK(outcome.err.starts_with("CUDA_CPU_GPU=" + wrong + " is not the multiprocessors, the"));
     }
+    for (const std::string wrong : {"two", "2 ", "0", "-1"}) {
+        const Outcome outcome =
+            run_program("run_tests", "'what a device says of itself'", "export CUDA_CPU_DEVICES='" + wrong + "';");
+        CHECK(outcome.status == 2);
+        CHECK(outcome.err == "CUDA_CPU_DEVICES=" + wrong + " is not a number of devices, 1 or more\n");
+    }
 }
 
 // Nothing else tells when this is lost: the results are the same, and a step takes up to twice as long.

@@ -616,6 +616,10 @@ TEST_CASE("a run is neither overwritten nor continued as another one", "[program
     // Without a checkpoint nothing can be continued.
     std::filesystem::remove_all(run + "/checkpoints");
     CHECK(one_line_with(line_of(train("--out " + run)), "has saved no checkpoint: delete the folder"));
+    std::filesystem::remove_all(run);
+    std::filesystem::create_directory(run);
+    spit(run + "/checkpoints", "a file");
+    CHECK(one_line_with(line_of(train("--out " + run)), "/checkpoints: this is a file", "move it away"));
 }
 
 TEST_CASE("a resumed run counts the overflows in a row that were before it", "[program][train_gpt]") {

@@ -190,6 +190,9 @@ static void expect_no_run(const std::string& out) {
           latest_checkpoint(out)
               ? " already holds a run: continue it with --resume, or choose another --out"
               : " holds a run that has saved no checkpoint: delete the folder, or choose another --out");
+    const std::string checkpoints = out + "/checkpoints";
+    check(!is_there(checkpoints) || is_folder(checkpoints), checkpoints,
+          ": this is a file, and a run has a folder of this name: move it away, or choose another --out");
 }
 
 std::string open_run(const TrainOptions& o, RunFiles& files, Mesh& mesh, std::optional<Trainer>& trainer) {
