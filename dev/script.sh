@@ -4,6 +4,7 @@
 #
 # Without a folder the script prints the comment at its head and ends.
 script=$1
+export LC_ALL=C  # numbers are 1.5 for awk and sort, not 1,5 as in some countries
 [[ ${2:-} == [!-]* ]] || { sed -n '2,/^[^#]/s/^# \?//p' "$script"; [ "${2:-}" = --help ] && exit 0; exit 2; }
 
 refuse() {
