@@ -10,7 +10,7 @@
 // is measured with the traffic pattern of the ring: all ranks send the largest message to their right neighbour at the
 // same time. So the limit includes no latency and no additions. Each time is that of the slowest rank, and the median
 // of several rounds.
-#include "dev/arguments.h"
+#include "dev/program.h"
 #include "io/io.h"
 #include "parallel/data/data.h"
 
@@ -42,8 +42,7 @@ double race(Comm& comm, int n_rounds, F&& f) {
         if (round > 0) times.push_back(to_floats(slowest)[0]);
     }
     cudaCheck(cudaFree(slowest.data));
-    std::sort(times.begin(), times.end());
-    return times[times.size() / 2];
+    return median(times);
 }
 
 void race_all(Comm& world, int64_t max_n, const std::string& folder) {
@@ -114,7 +113,7 @@ void race_all(Comm& world, int64_t max_n, const std::string& folder) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    try {
+    return run_program("all_reduce", [&] {
         std::vector<int> ranks{2, 4, 8};
         int64_t max_n = 1 << 20;
         std::string folder = "runs/all_reduce";
@@ -137,10 +136,5 @@ int main(int argc, char** argv) {
                 race_all(world, max_n, folder);
             });
         }
-        check_output();
-        return 0;
-    } catch (const std::exception& error) {
-        std::fprintf(stderr, "all_reduce: %s\n", error.what());
-        return 2;
-    }
+    });
 }

@@ -8,7 +8,7 @@
 //   debug    make DEBUG=1 DEVICE=cpu dev && gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/bench_cpu --steps 1
 //
 // The matmul limit is the time that the step's matrix products take alone, one after the other, on the same machine.
-#include "dev/arguments.h"
+#include "dev/program.h"
 #include "io/io.h"
 #include "llm.h"
 #include "optim/optim.h"
@@ -25,11 +25,6 @@ struct Job {
     int64_t batch = 4, seq = 64;
     int64_t steps = 10;
 };
-
-double median(std::vector<double> values) {
-    std::sort(values.begin(), values.end());
-    return values[values.size() / 2];
-}
 
 // The products of all linear layers of a step for N tokens: forward, gradient by input, gradient by weight. Inputs and
 // outputs are in scratch, two matrices of the largest layer's size.
@@ -140,7 +135,7 @@ void bench(const Job& job) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    try {
+    return run_program("bench_cpu", [&] {
         Job job;
         for (int i = 1; i < argc; i += 2) {
             const std::string flag = argv[i], value = i + 1 < argc ? argv[i + 1] : "";
@@ -155,10 +150,5 @@ int main(int argc, char** argv) {
             else check(false, flag, " ", value, ": bench_cpu does not know this");
         }
         bench(job);
-        check_output();
-        return 0;
-    } catch (const std::exception& error) {
-        std::fprintf(stderr, "bench_cpu: %s\n", error.what());
-        return 2;
-    }
+    });
 }

@@ -12,7 +12,7 @@
 //                  answer; continuous batching replaces each answer that has ended by the next request.
 // Under load       requests arrive at random, at a part of the rate at which continuous batching serves them when all
 //                  have come: how long does a request take for each of its tokens, and how long until the first comes?
-#include "dev/arguments.h"
+#include "dev/program.h"
 #include "inference/inference.h"
 #include "io/io.h"
 
@@ -20,7 +20,6 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
-#include <numeric>
 
 namespace {
 
@@ -30,10 +29,6 @@ struct BenchOptions {
     bool list = false;
 };
 
-double median(std::vector<double> values) {
-    std::sort(values.begin(), values.end());
-    return values[values.size() / 2];
-}
 double percentile(std::vector<double> values, double share) {
     std::sort(values.begin(), values.end());
     return values[std::min(values.size() - 1, static_cast<size_t>(share * static_cast<double>(values.size())))];
@@ -321,20 +316,15 @@ BenchOptions parse(int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    try {
+    return run_program("bench_inference", [&] {
         const BenchOptions o = parse(argc, argv);
         if (!o.out.empty()) make_folder(o.out);
         const Bench bench(o);
-        if (o.list) return list_requests(bench, o), check_output(), 0;
+        if (o.list) return list_requests(bench, o);
         std::printf("%s, %s parameters, %s, on %s\n", o.model.c_str(),
                     human_count(static_cast<double>(parameter_count(bench.config))).c_str(), o.dtype.c_str(),
                     device().name.c_str());
         bench_one_sequence(bench, o);
         if (o.requests > 0) bench_many(bench, o);
-        check_output();
-        return 0;
-    } catch (const std::exception& error) {
-        std::fprintf(stderr, "bench_inference: %s\n", error.what());
-        return 2;
-    }
+    });
 }

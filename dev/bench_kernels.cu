@@ -22,6 +22,7 @@
 // Output: tab-separated lines "kernel <operation> <pass> <shape> <seconds> <bytes> <operations>"; with --limits "limit
 // <name> <rate>" and "device <name>".
 #include "dev/fill.cuh"
+#include "dev/program.h"
 #include "io/command_line.h"
 #include "layers/hopper_matmul.h"
 #include "llm.h"
@@ -403,11 +404,6 @@ std::vector<Operation> chosen(std::vector<Operation> table, const std::string& o
 // ---------------------------------------------------------------------------------------------------------------------
 // Timing
 
-double median(std::vector<double> values) {
-    std::sort(values.begin(), values.end());
-    return values[values.size() / 2];
-}
-
 // Seconds of one launch. All repeats are queued before the host waits, so that the device is never idle; the events are
 // recorded directly before and after the work.
 double seconds_of(const Launch& launch, double budget_s, int max_repeats) {
@@ -487,25 +483,16 @@ int main(int argc, char** argv) {
     h.option("--budget", budget_s, "seconds to repeat an operation for, after the warm-up");
     h.option("--repeats", max_repeats, "at most this many launches");
     h.flag("--limits", limits, "measure the copy bandwidth and the matmul rate instead");
-    try {
+    return run_program("bench_kernels", [&] {
         line.parse({"bench_kernels", {}, "--model config.json"}, argc, argv, [] {});
         const DType dtype = dtype_from_name(dtype_text);
         check(B > 0 && T > 0 && max_repeats >= 3, "--batch and --seq must be positive, --repeats at least 3");
-        if (limits) {
-            print_limits(dtype, budget_s, max_repeats);
-            check_output();
-            return 0;
-        }
+        if (limits) return print_limits(dtype, budget_s, max_repeats);
         for (const Operation& operation : chosen(operations(load_config(model), B, T, dtype), only)) {
             const double seconds = time_operation(operation, dtype, budget_s, max_repeats);
             std::printf("kernel\t%s\t%s\t%s\t%.6g\t%.6g\t%.6g\n", operation.name.c_str(), operation.pass.c_str(),
                         operation.shape.c_str(), seconds, operation.bytes, operation.flops);
             std::fflush(stdout);
         }
-        check_output();
-        return 0;
-    } catch (const std::exception& error) {
-        std::fprintf(stderr, "bench_kernels: %s\n", error.what());
-        return 2;
-    }
+    });
 }

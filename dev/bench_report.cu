@@ -18,7 +18,7 @@
 //   step    <model> <batch> <seq> <dtype>                  of the run in trace.tsv
 //
 // "ours" is this project; every other name is an opponent. A ratio says how many times faster ours is.
-#include "dev/arguments.h"
+#include "dev/program.h"
 #include "io/io.h"
 #include "llm.h"
 
@@ -28,7 +28,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <filesystem>
 #include <map>
 #include <regex>
 #include <sstream>
@@ -586,11 +585,5 @@ void run(const std::vector<std::string>& arguments) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    try {
-        run({argv + 1, argv + argc});
-        return 0;
-    } catch (const std::exception& error) {
-        std::fprintf(stderr, "bench_report: %s\n", error.what());
-        return 2;
-    }
+    return run_program("bench_report", [&] { run({argv + 1, argv + argc}); });
 }

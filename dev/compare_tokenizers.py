@@ -166,7 +166,7 @@ class Ours:
 
     def seconds(self):
         self.process.stdin.write("\n")
-        return float(self.process.stdout.readline().split()[0])
+        return float(self.process.stdout.readline())
 
     def close(self):
         self.process.stdin.close()

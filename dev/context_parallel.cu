@@ -10,7 +10,7 @@
 // pairs of queries and keys that each rank has in each step of the ring, and the time and bytes of a causal attention,
 // forward and backward, in both modes beside one rank's. A time is the least of several rounds, each of which runs all
 // three. On the CPU device the ranks share the cores that the one rank has.
-#include "dev/arguments.h"
+#include "dev/program.h"
 #include "io/io.h"
 #include "parallel/context/context.h"
 
@@ -30,12 +30,6 @@ struct Sizes {
 
 constexpr Canvas::Color kInk{40, 40, 40}, kPale{150, 150, 150}, kWhite{255, 255, 255};
 constexpr double kText = 9;
-
-Canvas::Color color_of(int rank) {
-    constexpr Canvas::Color kColors[] = {{110, 165, 215}, {245, 165, 85},  {120, 190, 120}, {205, 130, 170},
-                                         {185, 185, 120}, {140, 130, 205}, {110, 190, 190}, {200, 150, 130}};
-    return kColors[rank % 8];
-}
 
 struct Drawing {
     Canvas& canvas;
@@ -249,23 +243,15 @@ void print_costs(const Sizes& s) {
 
 Sizes parse(int argc, char** argv, std::string& path) {
     Sizes sizes;
-    const std::pair<const char*, int64_t*> options[] = {{"--ranks", &sizes.ranks}, {"--seq", &sizes.seq},
-                                                        {"--heads", &sizes.heads}, {"--key-heads", &sizes.key_heads},
-                                                        {"--width", &sizes.width}, {"--rounds", &sizes.rounds}};
-    for (int i = 1; i < argc; ++i) {
-        const std::string word = argv[i];
-        const auto at = std::find_if(std::begin(options), std::end(options),
-                                     [&](const auto& option) { return word == option.first; });
-        if (at == std::end(options)) {
-            check(path.empty() && word.rfind("--", 0) != 0, word,
-                  ": use context_parallel OUT.png [--ranks N] [--seq N] ",
-                  "[--heads N] [--key-heads N] [--width N] [--rounds N]");
-            path = word;
-            continue;
-        }
-        check(i + 1 < argc, word, " needs a number");
-        *at->second = parse_count(word, argv[++i]);
-    }
+    path = parse_counts(argc, argv,
+                        {{"--ranks", &sizes.ranks},
+                         {"--seq", &sizes.seq},
+                         {"--heads", &sizes.heads},
+                         {"--key-heads", &sizes.key_heads},
+                         {"--width", &sizes.width},
+                         {"--rounds", &sizes.rounds}},
+                        "context_parallel OUT.png [--ranks N] [--seq N] [--heads N] [--key-heads N] [--width N] "
+                        "[--rounds N]");
     check(!path.empty(), "give a picture to write: context_parallel context.png");
     const AtomicFile tried(path);  // before all is measured
     check(sizes.ranks <= 8, "--ranks ", sizes.ranks, ": at most 8 are drawn");
@@ -278,16 +264,12 @@ Sizes parse(int argc, char** argv, std::string& path) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    try {
+    return run_program("context_parallel", [&] {
         std::string path;
         const Sizes sizes = parse(argc, argv, path);
         const ZigZag zigzag = make_zigzag(sizes.seq, sizes.n());
         print_balance(zigzag);
         print_costs(sizes);
         draw(path, zigzag);
-        check_output();
-    } catch (const std::exception& error) {
-        std::fprintf(stderr, "context_parallel: %s\n", error.what());
-        return 2;
-    }
+    });
 }

@@ -16,7 +16,7 @@
 // arXiv:1710.03740. fp8: Micikevicius et al. 2022, arXiv:2209.05433.)
 //
 // All conversions are those of cuda_fp16.h, cuda_bf16.h and cuda_fp8.h: what is printed is what a GPU stores.
-#include "dev/arguments.h"
+#include "dev/program.h"
 #include "io/io.h"
 #include "llm.h"
 #include "optim/optim.h"
@@ -617,13 +617,5 @@ void run(const std::vector<std::string>& arguments) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    try {
-        run(std::vector<std::string>(argv + 1, argv + argc));
-        check_output();
-        return 0;
-    } catch (const std::exception& error) {
-        std::fflush(stdout);
-        std::fprintf(stderr, "float_formats: %s\n", error.what());
-        return 2;
-    }
+    return run_program("float_formats", [&] { run({argv + 1, argv + argc}); });
 }

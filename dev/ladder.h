@@ -29,7 +29,7 @@
 #pragma once
 
 #include "core/kernel.cuh"
-#include "dev/arguments.h"
+#include "dev/program.h"
 #include "layers/layers.h"
 #include "planning/rates.h"
 
@@ -38,7 +38,6 @@
 #include <chrono>
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
 #include <functional>
 #include <sstream>
 
@@ -363,16 +362,12 @@ inline void print_ladder_help(const LadderInfo& info) {
 
 // Times the ladder, or with --check only checks it. The exit status is 2 after an error, and after a wrong rung.
 inline int run_ladder(int argc, char** argv, const LadderInfo& info) {
-    try {
+    return run_program(info.name, [&] {
         const LadderOptions options = parse_ladder_options(argc, argv, info);
+        if (options.help) return print_ladder_help(info);
         std::vector<std::vector<int64_t>> sizes = {options.size};
         if (options.size.empty()) sizes = {device().is_cpu ? info.cpu_size : info.gpu_size};
         if (options.check && options.size.empty()) sizes = info.check_sizes;
-        if (options.help) {
-            print_ladder_help(info);
-            check_output();
-            return 0;
-        }
         uint64_t bits = 0;
         for (DType dtype : options.dtypes) {
             for (const std::vector<int64_t>& size : sizes) {
@@ -388,13 +383,7 @@ inline int run_ladder(int argc, char** argv, const LadderInfo& info) {
             }
         }
         if (options.check) std::printf("%s: bits %016llx\n", info.name, static_cast<unsigned long long>(bits));
-        check_output();
-        return 0;
-    } catch (const std::exception& error) {
-        std::fflush(stdout);
-        std::fprintf(stderr, "%s: %s\n", info.name, error.what());
-        return 2;
-    }
+    });
 }
 
 }  // namespace

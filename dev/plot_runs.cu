@@ -8,7 +8,7 @@
 // means over the last steps. Runs in two precisions see the same batches, so most of the noise of their losses is the
 // same; but the weights become more and more different through rounding, and single steps then differ by more than the
 // runs do: compare the means.
-#include "dev/arguments.h"
+#include "dev/program.h"
 #include "io/io.h"
 
 #include <algorithm>
@@ -101,7 +101,7 @@ void draw(const std::string& path, const std::vector<Run>& runs, int64_t n_smoot
     write_png(path, {losses, differences});
 }
 
-int run(const std::vector<std::string>& arguments) {
+void run(const std::vector<std::string>& arguments) {
     int64_t n_smooth = 20;
     std::string out;
     std::vector<std::string> folders;
@@ -110,7 +110,7 @@ int run(const std::vector<std::string>& arguments) {
             std::printf(
                 "plot_runs OUT.png RUN_FOLDER ... [--smooth N]    training losses in one picture; means over N steps "
                 "(20)\n");
-            return 0;
+            return;
         }
         if (arguments[i] == "--smooth") {
             n_smooth = parse_count("--smooth", ++i < arguments.size() ? arguments[i] : "");
@@ -155,18 +155,10 @@ int run(const std::vector<std::string>& arguments) {
         std::printf("\n");
     }
     std::printf("%s shows them\n", out.c_str());
-    check_output();
-    return 0;
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-    try {
-        return run(std::vector<std::string>(argv + 1, argv + argc));
-    } catch (const std::exception& error) {
-        std::fflush(stdout);
-        std::fprintf(stderr, "plot_runs: %s\n", error.what());
-        return 2;
-    }
+    return run_program("plot_runs", [&] { run({argv + 1, argv + argc}); });
 }

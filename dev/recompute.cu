@@ -17,7 +17,7 @@
 // allocated: both must agree to the byte, and, where n divides L, with the law. The gradients must be those of
 // --recompute none to the bit. Times are of a forward and a backward, the minimum of several rounds, each of which runs
 // every setting: other programs on the machine can only make a time longer.
-#include "dev/arguments.h"
+#include "dev/program.h"
 #include "io/io.h"
 #include "llm.h"
 
@@ -25,7 +25,6 @@
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
-#include <map>
 
 namespace {
 
@@ -192,41 +191,26 @@ void run(const std::string& path, const Sizes& sizes) {
     std::printf("%s shows them\n", path.c_str());
 }
 
-int start(const std::vector<std::string>& arguments) {
+void start(int argc, char** argv) {
     Sizes sizes;
-    std::string path;
-    const std::map<std::string, int64_t*> flags = {{"--layers", &sizes.layers},
-                                                   {"--width", &sizes.width},
-                                                   {"--seq", &sizes.seq},
-                                                   {"--batch", &sizes.batch},
-                                                   {"--steps", &sizes.steps}};
-    for (size_t i = 0; i < arguments.size(); ++i) {
-        if (const auto flag = flags.find(arguments[i]); flag != flags.end()) {
-            *flag->second = parse_count(flag->first, ++i < arguments.size() ? arguments[i] : "");
-        } else {
-            check(path.empty() && arguments[i].rfind("--", 0) != 0, arguments[i],
-                  ": use recompute OUT.png [--layers N] [--width N] [--seq N] [--batch N] [--steps N]");
-            path = arguments[i];
-        }
-    }
+    const std::string path =
+        parse_counts(argc, argv,
+                     {{"--layers", &sizes.layers},
+                      {"--width", &sizes.width},
+                      {"--seq", &sizes.seq},
+                      {"--batch", &sizes.batch},
+                      {"--steps", &sizes.steps}},
+                     "recompute OUT.png [--layers N] [--width N] [--seq N] [--batch N] [--steps N]");
     check(!path.empty(), "give a picture to write: recompute recompute.png");
     const std::string folder = std::filesystem::absolute(path).parent_path().string();
     check(is_folder(folder), path, ": there is no folder ", folder);
     { const AtomicFile tried(path); }  // before minutes of measuring
     check(sizes.width % 32 == 0, "--width ", sizes.width, ": heads have 32 columns, give a multiple of 32");
     run(path, sizes);
-    check_output();
-    return 0;
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-    try {
-        return start({argv + 1, argv + argc});
-    } catch (const std::exception& error) {
-        std::fflush(stdout);
-        std::fprintf(stderr, "recompute: %s\n", error.what());
-        return 2;
-    }
+    return run_program("recompute", [&] { start(argc, argv); });
 }

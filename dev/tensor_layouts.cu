@@ -10,7 +10,7 @@
 // it, what is inside, and the weight that writes the stream. A block has the color of the first rank that has it, and
 // the numbers of all that have it. Everything is asked of TensorLayout (parallel/tensor/layout.cu), which the program
 // itself works with: a layout that changes there changes here.
-#include "dev/arguments.h"
+#include "dev/program.h"
 #include "io/io.h"
 #include "parallel/tensor/tensor.h"
 
@@ -20,12 +20,6 @@ namespace {
 
 constexpr Canvas::Color kInk{40, 40, 40}, kPale{120, 120, 120};
 constexpr double kSide = 190, kLeft = 40, kBetween = 44, kTop = 70, kRowHeight = 350, kLine = 20;
-
-Canvas::Color color_of(int rank) {
-    constexpr Canvas::Color kColors[] = {{110, 165, 215}, {245, 165, 85},  {120, 190, 120}, {205, 130, 170},
-                                         {185, 185, 120}, {140, 130, 205}, {110, 190, 190}, {200, 150, 130}};
-    return kColors[rank % 8];
-}
 
 struct Geometry {
     TensorMode mode;
@@ -124,7 +118,7 @@ void draw(const std::string& path, const std::vector<Geometry>& geometries) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    try {
+    return run_program("tensor_layouts", [&] {
         std::string path, mode;
         int ranks = 0;
         for (int i = 1; i < argc; ++i) {
@@ -143,9 +137,5 @@ int main(int argc, char** argv) {
         if (!mode.empty()) geometries = {{tensor_mode_from_name(mode), ranks}};
         draw(path, geometries);
         std::printf("%s\n", path.c_str());
-        check_output();
-    } catch (const std::exception& error) {
-        std::fprintf(stderr, "tensor_layouts: %s\n", error.what());
-        return 2;
-    }
+    });
 }

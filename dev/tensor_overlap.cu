@@ -15,7 +15,7 @@
 // Steps 1 and 2 wait for all bytes before they go on; in step 3 a rank waits for a message only where its product takes
 // less time. Every step is checked against float64. On the CPU device the ranks share the cores, and nothing is hidden:
 // there step 3 shows what the smaller products cost. A time is the least of several rounds, of the slowest rank.
-#include "dev/arguments.h"
+#include "dev/program.h"
 #include "io/io.h"
 #include "layers/layers.h"
 #include "parallel/tensor/tensor.h"
@@ -23,7 +23,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
 #include <mutex>
 
 namespace {
@@ -135,19 +134,15 @@ void climb(const Sizes& s) {
 
 Sizes parse(int argc, char** argv) {
     Sizes sizes;
-    const std::pair<const char*, int64_t*> options[] = {{"--ranks", &sizes.ranks},
-                                                        {"--rows", &sizes.rows},
-                                                        {"--width", &sizes.width},
-                                                        {"--hidden", &sizes.hidden},
-                                                        {"--rounds", &sizes.rounds}};
-    for (int i = 1; i < argc; ++i) {
-        const std::string word = argv[i];
-        const auto at = std::find_if(std::begin(options), std::end(options),
-                                     [&](const auto& option) { return word == option.first; });
-        check(at != std::end(options), word, ": use --ranks N, --rows N, --width N, --hidden N, --rounds N");
-        check(i + 1 < argc, word, " needs a number");
-        *at->second = parse_count(word, argv[++i]);
-    }
+    const char* const usage = "--ranks N, --rows N, --width N, --hidden N, --rounds N";
+    const std::string other = parse_counts(argc, argv,
+                                           {{"--ranks", &sizes.ranks},
+                                            {"--rows", &sizes.rows},
+                                            {"--width", &sizes.width},
+                                            {"--hidden", &sizes.hidden},
+                                            {"--rounds", &sizes.rounds}},
+                                           usage);
+    check(other.empty(), other, ": use ", usage);
     check(sizes.ranks >= 2, "--ranks ", sizes.ranks, ": at least 2 have something to send");
     check(sizes.rows % sizes.ranks == 0 && sizes.hidden % sizes.ranks == 0, "--rows ", sizes.rows, " and --hidden ",
           sizes.hidden, " cannot be divided among ", sizes.ranks, " ranks");
@@ -159,11 +154,5 @@ Sizes parse(int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    try {
-        climb(parse(argc, argv));
-        check_output();
-    } catch (const std::exception& error) {
-        std::fprintf(stderr, "tensor_overlap: %s\n", error.what());
-        return 2;
-    }
+    return run_program("tensor_overlap", [&] { climb(parse(argc, argv)); });
 }

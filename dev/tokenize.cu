@@ -4,13 +4,11 @@
 //                                            IDS, written: for each document the number of ids, and the ids, as uint32
 // It prints "ready", how many documents there are, how many of them do not come back from their ids, and how many
 // become another text where their ids are decoded one by one. Then, for every line that it reads, it encodes all
-// documents on one thread, and prints the seconds that this took and the number of ids.
-#include <chrono>
-#include <cstdio>
+// documents on one thread, and prints the seconds that this took.
+#include "dev/program.h"
+
 #include <cstring>
 #include <iostream>
-
-#include "io/io.h"
 
 namespace {
 
@@ -56,11 +54,9 @@ void run(const std::string& tokenizer_json, const std::string& documents_path, c
     std::fflush(stdout);
 
     for (std::string line; std::getline(std::cin, line);) {
-        const auto start = std::chrono::steady_clock::now();
-        size_t n_ids = 0;
-        for (std::string_view document : documents) n_ids += tokenizer->encode(document).size();
-        const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-        std::printf("%.6f %zu\n", seconds, n_ids);
+        const double start = seconds_now();
+        for (std::string_view document : documents) tokenizer->encode(document);
+        std::printf("%.6f\n", seconds_now() - start);
         std::fflush(stdout);
     }
 }
@@ -68,11 +64,8 @@ void run(const std::string& tokenizer_json, const std::string& documents_path, c
 }  // namespace
 
 int main(int argc, char** argv) {
-    try {
+    return run_program("tokenize", [&] {
         check(argc == 4, "usage: tokenize TOKENIZER.json DOCUMENTS IDS");
         run(argv[1], argv[2], argv[3]);
-    } catch (const std::exception& error) {
-        std::fprintf(stderr, "tokenize: %s\n", error.what());
-        return 2;
-    }
+    });
 }

@@ -1,0 +1,65 @@
+// dev/program.h: what the programs of this folder share: how they end, and numbers on their command lines.
+#pragma once
+
+#include "io/io.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <map>
+#include <vector>
+
+namespace {
+
+// What main() does: runs the program, and gives the exit status, which is 2 after an Error, printed in one line.
+template <class F>
+int run_program(const char* name, F&& run) {
+    try {
+        run();
+        check_output();
+        return 0;
+    } catch (const std::exception& error) {
+        std::fflush(stdout);
+        std::fprintf(stderr, "%s: %s\n", name, error.what());
+        return 2;
+    }
+}
+
+// The value of a flag that counts something; Error, in one line, for what is not a whole number of at least `least`.
+inline int64_t parse_count(const std::string& flag, const std::string& text, int64_t least = 1) {
+    const int64_t n = parse_whole_number(flag, text, INT32_MAX);
+    check(n >= least, flag, ' ', text, ": give a whole number of at least ", least);
+    return n;
+}
+
+// Reads a command line of flags that count something, into these numbers; gives the one word that may stand beside
+// them.
+inline std::string parse_counts(int argc, char** argv, const std::map<std::string, int64_t*>& flags,
+                                const char* usage) {
+    std::string other;
+    for (int i = 1; i < argc; ++i) {
+        const std::string word = argv[i];
+        if (const auto flag = flags.find(word); flag != flags.end()) {
+            check(i + 1 < argc, word, " needs a number");
+            *flag->second = parse_count(word, argv[++i]);
+        } else {
+            check(other.empty() && !word.starts_with("--"), word, ": use ", usage);
+            other = word;
+        }
+    }
+    return other;
+}
+
+inline double median(std::vector<double> values) {
+    std::sort(values.begin(), values.end());
+    return values[values.size() / 2];
+}
+
+// Of a rank, in pictures.
+inline Canvas::Color color_of(int rank) {
+    constexpr Canvas::Color kColors[] = {{110, 165, 215}, {245, 165, 85},  {120, 190, 120}, {205, 130, 170},
+                                         {185, 185, 120}, {140, 130, 205}, {110, 190, 190}, {200, 150, 130}};
+    return kColors[rank % 8];
+}
+
+}  // namespace
