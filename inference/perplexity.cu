@@ -10,7 +10,6 @@
 #include "inference/inference.h"
 
 #include <algorithm>
-#include <cmath>
 
 namespace {
 

@@ -6,7 +6,6 @@
 #include <csignal>
 #include <cstdio>
 #include <ctime>
-#include <filesystem>
 
 namespace {
 
