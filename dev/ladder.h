@@ -35,7 +35,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <functional>
@@ -154,7 +153,7 @@ class Ladder {
 
     // Starts a table: what every rung from here on computes, and what it needs at least: bytes moved, or flops.
     void table(const std::string& title, Limit limit, double amount) {
-        limit_ = limit, amount_ = amount, first_ms_ = 0;
+        amount_ = amount, first_ms_ = 0;
         if (checking()) return;
         rate_ = limit == Limit::copy ? copy_rate() : matmul_rate();
         const char* unit = limit == Limit::copy ? "GB/s" : "GFLOP/s";
@@ -185,8 +184,7 @@ class Ladder {
         worst_ = std::max(worst_, worst);
         ++n_checked_;
         if (checking()) return;
-        const std::vector<double> times = sorted_ms(launch);
-        const double ms = times[times.size() / 2], amount_a_second = amount_ / (ms / 1e3);
+        const double ms = median(times_ms(launch)), amount_a_second = amount_ / (ms / 1e3);
         if (first_ms_ == 0) first_ms_ = ms;
         std::printf("| %d | %s | %.4g | %.4g | %.3g %% | %.3g | %.2g | %s |\n", number_, name, ms,
                     amount_a_second / 1e9, 100 * amount_a_second / rate_, first_ms_ / ms, worst, why);
@@ -243,9 +241,8 @@ class Ladder {
         return worst;
     }
 
-    // The times of single runs, sorted: at least 3, and for half a second, but no more than 101; one run before them
-    // warms up.
-    std::vector<double> sorted_ms(const std::function<void(cudaStream_t)>& launch) {
+    // The times of single runs: at least 3, and for half a second, but no more than 101; one run before them warms up.
+    std::vector<double> times_ms(const std::function<void(cudaStream_t)>& launch) {
         if (!flush_) {
             cudaDeviceProp properties;
             cudaCheck(cudaGetDeviceProperties(&properties, device().index));
@@ -253,9 +250,8 @@ class Ladder {
                 take(DType::f32, {std::max<int64_t>(2 * static_cast<int64_t>(properties.l2CacheSize), 64 << 20) / 4});
         }
         std::vector<double> times;
-        const auto now = std::chrono::steady_clock::now;
-        const auto enough = now() + std::chrono::milliseconds(500);
-        for (int run = -1; run < 3 || (run < 101 && now() < enough); ++run) {
+        const double enough = seconds_now() + 0.5;
+        for (int run = -1; run < 3 || (run < 101 && seconds_now() < enough); ++run) {
             prepare();
             cudaCheck(cudaMemsetAsync(flush_.data, run & 1, flush_.bytes(), stream_));
             cudaCheck(cudaEventRecord(start_, stream_));
@@ -266,7 +262,6 @@ class Ladder {
             cudaCheck(cudaEventElapsedTime(&ms, start_, stop_));
             if (run >= 0) times.push_back(std::max(ms, 1e-6f));  // events count in steps of half a microsecond
         }
-        std::sort(times.begin(), times.end());
         return times;
     }
 
@@ -279,7 +274,7 @@ class Ladder {
         const int n_blocks = narrow(n / (4 * 256), "blocks");
         auto* out = static_cast<Packed<float>*>(to.data);
         const auto* inp = static_cast<const Packed<float>*>(from.data);
-        const std::vector<double> times = sorted_ms([&](cudaStream_t stream) {
+        const std::vector<double> times = times_ms([&](cudaStream_t stream) {
 #ifdef CUDA_ON_CPU  // the CPU device's rewriter translates .cu files only: this is what it would write
             ::cuda_cpu::launch(
                 "copy_kernel", __FILE__, __LINE__, {n_blocks, 256, 0, stream},
@@ -289,7 +284,8 @@ class Ladder {
 #endif
             cudaCheckLaunch();
         });
-        return copy_rate_ = 2.0 * static_cast<double>(from.bytes()) / (times.front() / 1e3);
+        return copy_rate_ =
+                   2.0 * static_cast<double>(from.bytes()) / (*std::min_element(times.begin(), times.end()) / 1e3);
     }
 
     double matmul_rate() {
@@ -307,7 +303,6 @@ class Ladder {
     std::vector<std::pair<Tensor, Tensor>> restored_;
     std::vector<Expectation> expectations_;
     Tensor flush_;
-    Limit limit_ = Limit::copy;
     double amount_ = 0, rate_ = 0, copy_rate_ = 0, matmul_rate_ = 0, first_ms_ = 0, worst_ = 0;
     int number_ = 0, n_checked_ = 0;
     uint64_t bits_ = 0xcbf29ce484222325;
