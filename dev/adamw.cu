@@ -20,8 +20,6 @@ namespace {
 
 constexpr int kBlock = 256;  // threads of a block
 
-unsigned blocks_for(int64_t n_threads) { return static_cast<unsigned>(narrow(ceil_div(n_threads, kBlock), "blocks")); }
-
 // The numbers that are the same for all elements in step t.
 struct Constants {
     float lr, eps, weight_decay, beta1, beta2, m_correction, v_correction;  // m^ = m * m_correction
@@ -73,7 +71,7 @@ __global__ void add_scaled_quotient_kernel(float* x, const float* y, const float
 void adamw_eager(const Problem& p, const std::vector<Span>& spans, const Constants& c, cudaStream_t stream) {
     for (const Span& span : spans) {
         const int64_t n = span.n;
-        const unsigned n_blocks = blocks_for(n);
+        const unsigned n_blocks = blocks_for(n, kBlock);
         float *w = p.values.ptr<float>() + span.first, *m = p.m.ptr<float>() + span.first;
         float *v = p.v.ptr<float>() + span.first, *root = p.temporary.ptr<float>() + span.first;
         const float* g = p.grads.ptr<float>() + span.first;
@@ -113,7 +111,7 @@ __global__ void adamw_fused_kernel(float* values, float* m_all, float* v_all, co
 
 void adamw_fused(const Problem& p, const std::vector<Span>& spans, const Constants& c, cudaStream_t stream) {
     for (const Span& span : spans) {
-        adamw_fused_kernel<<<blocks_for(span.n), kBlock, 0, stream>>>(
+        adamw_fused_kernel<<<blocks_for(span.n, kBlock), kBlock, 0, stream>>>(
             p.values.ptr<float>() + span.first, p.m.ptr<float>() + span.first, p.v.ptr<float>() + span.first,
             p.grads.ptr<float>() + span.first, c, span.decay ? c.weight_decay : 0, span.n);
         cudaCheckLaunch();

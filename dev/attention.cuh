@@ -23,12 +23,6 @@ constexpr float kScale2 = kScale * kLog2e;  // exp(kScale x) = 2^(kScale2 x), wh
 
 constexpr int kBlock = 128, kWarps = kBlock / kWarp;
 
-template <class F>
-void dispatch_16_bits(DType dtype, F&& f) {
-    if (dtype == DType::bf16) f(__nv_bfloat16{});
-    else f(__half{});
-}
-
 // Blocks (tile of `rows` tokens, head).
 inline dim3 blocks_of(int64_t T, int rows, int64_t N) {
     check(N < 65536, N, " heads: at most 65535 are possible");

@@ -127,7 +127,7 @@ template <class Number>
 void launch_naive(const Problem& p, cudaStream_t stream) {
     const dim3 tiles = blocks_of(p.T, kSide, p.N);
     const dim3 grid(1, tiles.x, tiles.y), block(kD, kSide);
-    const unsigned n_warp_blocks = static_cast<unsigned>(narrow(ceil_div(p.N * p.T, kWarps), "blocks"));
+    const unsigned n_warp_blocks = blocks_for(p.N * p.T, kWarps);
     float *P = p.probs.ptr<float>(), *dS = p.dscores.ptr<float>();
     const Number *q = p.q.ptr<Number>(), *k = p.k.ptr<Number>(), *v = p.v.ptr<Number>(), *dout = p.dout.ptr<Number>();
     pairs_kernel<Number><<<dim3(tiles.x, tiles.x, tiles.y), dim3(kSide, kSide), 0, stream>>>(
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kBlock)
 
 template <class Number>
 void launch_delta(const Problem& p, cudaStream_t stream) {
-    const unsigned n_blocks = static_cast<unsigned>(narrow(ceil_div(p.N * p.T, kWarps), "blocks"));
+    const unsigned n_blocks = blocks_for(p.N * p.T, kWarps);
     delta_kernel<Number>
         <<<n_blocks, kBlock, 0, stream>>>(p.delta.ptr<float>(), p.dout.ptr<Number>(), p.out.ptr<Number>(), p.N * p.T);
     cudaCheckLaunch();
@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(kBlock) backward_row_kernel(Sides<Number> p) {
 
 template <class Number>
 void launch_row(const Problem& p, cudaStream_t stream) {
-    const unsigned n_blocks = static_cast<unsigned>(narrow(ceil_div(p.N * p.T, kWarps), "blocks"));
+    const unsigned n_blocks = blocks_for(p.N * p.T, kWarps);
     launch_delta<Number>(p, stream);
     backward_row_kernel<Number, false><<<n_blocks, kBlock, 0, stream>>>(Sides<Number>::template of<false>(p));
     cudaCheckLaunch();

@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kD* kSide) values_kernel(Number* out, const fl
 template <class Number>
 void launch_naive(const Problem& p, cudaStream_t stream) {
     const dim3 tiles = blocks_of(p.T, kSide, p.N);
-    const unsigned n_warp_blocks = static_cast<unsigned>(narrow(ceil_div(p.N * p.T, kWarps), "blocks"));
+    const unsigned n_warp_blocks = blocks_for(p.N * p.T, kWarps);
     scores_kernel<Number><<<dim3(tiles.x, tiles.x, tiles.y), dim3(kSide, kSide), 0, stream>>>(
         p.scores.ptr<float>(), p.q.ptr<Number>(), p.k.ptr<Number>(), p.T);
     cudaCheckLaunch();
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kBlock)
 
 template <class Number>
 void launch_row(const Problem& p, cudaStream_t stream) {
-    const unsigned n_blocks = static_cast<unsigned>(narrow(ceil_div(p.N * p.T, kWarps), "blocks"));
+    const unsigned n_blocks = blocks_for(p.N * p.T, kWarps);
     attention_row_kernel<Number><<<n_blocks, kBlock, 0, stream>>>(p.out.ptr<Number>(), p.lse.ptr<float>(),
                                                                   p.q.ptr<Number>(), p.k.ptr<Number>(),
                                                                   p.v.ptr<Number>(), p.N * p.T, p.T);

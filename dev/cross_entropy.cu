@@ -19,8 +19,6 @@ namespace {
 
 constexpr int kBlock = 256;  // threads of a block
 
-unsigned blocks_for(int64_t n_threads) { return static_cast<unsigned>(narrow(ceil_div(n_threads, kBlock), "blocks")); }
-
 struct Problem {
     Tensor losses;          // (N) f32
     Tensor logits;          // (N, V): rungs 3 to 5 leave the gradient here
@@ -62,18 +60,19 @@ __global__ void gradient_kernel(float* dlogits, const float* probs, const int* t
 void loss_and_gradient(const Problem& p, cudaStream_t stream) {
     const int64_t N = p.logits.shape[0], n = p.logits.n();
     const int V = narrow(p.logits.shape[1], "vocabulary");
-    loss_kernel<<<blocks_for(N), kBlock, 0, stream>>>(p.losses.ptr<float>(), p.probs.ptr<float>(), p.targets.ptr<int>(),
-                                                      N, V);
+    loss_kernel<<<blocks_for(N, kBlock), kBlock, 0, stream>>>(p.losses.ptr<float>(), p.probs.ptr<float>(),
+                                                              p.targets.ptr<int>(), N, V);
     cudaCheckLaunch();
-    gradient_kernel<<<blocks_for(n), kBlock, 0, stream>>>(p.dlogits.ptr<float>(), p.probs.ptr<float>(),
-                                                          p.targets.ptr<int>(), p.dloss, n, V);
+    gradient_kernel<<<blocks_for(n, kBlock), kBlock, 0, stream>>>(p.dlogits.ptr<float>(), p.probs.ptr<float>(),
+                                                                  p.targets.ptr<int>(), p.dloss, n, V);
     cudaCheckLaunch();
 }
 
 void cross_entropy_naive(const Problem& p, cudaStream_t stream) {
     const int64_t N = p.logits.shape[0];
     const int V = narrow(p.logits.shape[1], "vocabulary");
-    softmax_naive_kernel<<<blocks_for(N), kBlock, 0, stream>>>(p.probs.ptr<float>(), p.logits.ptr<float>(), N, V);
+    softmax_naive_kernel<<<blocks_for(N, kBlock), kBlock, 0, stream>>>(p.probs.ptr<float>(), p.logits.ptr<float>(), N,
+                                                                       V);
     cudaCheckLaunch();
     loss_and_gradient(p, stream);
 }

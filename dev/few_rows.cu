@@ -24,8 +24,6 @@ struct Problem {
     int64_t N, O, C;
 };
 
-unsigned blocks_for(int64_t n_threads) { return static_cast<unsigned>(narrow(ceil_div(n_threads, kBlock), "blocks")); }
-
 // ---------------------------------------------------------------------------------------------------------------------
 // 1. Naive: one thread per element of out. Neighbouring threads read neighbouring rows of the weight, C elements apart:
 // of each 32 bytes that a GPU fetches a warp uses 2 or 4 at a time, and hopes to find the others in a cache later. Each
@@ -44,8 +42,8 @@ __global__ void few_rows_naive_kernel(T* out, const T* inp, const T* weight, int
 void few_rows_naive(const Problem& p, cudaStream_t stream) {
     dispatch(p.out.dtype, [&](auto zero) {
         using T = decltype(zero);
-        few_rows_naive_kernel<T><<<blocks_for(p.N * p.O), kBlock, 0, stream>>>(p.out.ptr<T>(), p.inp.ptr<T>(),
-                                                                               p.weight.ptr<T>(), p.N, p.O, p.C);
+        few_rows_naive_kernel<T><<<blocks_for(p.N * p.O, kBlock), kBlock, 0, stream>>>(
+            p.out.ptr<T>(), p.inp.ptr<T>(), p.weight.ptr<T>(), p.N, p.O, p.C);
         cudaCheckLaunch();
     });
 }
@@ -84,7 +82,7 @@ __global__ void few_rows_warp_kernel(T* out, const T* inp, const T* weight, int6
 
 template <int n, int kRows, class T>
 void launch_warp(const Problem& p, cudaStream_t stream) {
-    const dim3 grid(blocks_for(p.O * kWarp), static_cast<unsigned>(ceil_div(p.N, kRows)));
+    const dim3 grid(blocks_for(p.O * kWarp, kBlock), static_cast<unsigned>(ceil_div(p.N, kRows)));
     few_rows_warp_kernel<n, kRows, T>
         <<<grid, kBlock, 0, stream>>>(p.out.ptr<T>(), p.inp.ptr<T>(), p.weight.ptr<T>(), p.N, p.O, p.C);
     cudaCheckLaunch();
@@ -133,7 +131,7 @@ __global__ void few_rows_int8_kernel(T* out, const T* inp, const int8_t* codes, 
 }
 
 void few_rows_int8(const Problem& p, cudaStream_t stream) {
-    const dim3 grid(blocks_for(p.O * kWarp), static_cast<unsigned>(p.N));
+    const dim3 grid(blocks_for(p.O * kWarp, kBlock), static_cast<unsigned>(p.N));
     dispatch(p.out.dtype, [&](auto zero) {
         using T = decltype(zero);
         few_rows_int8_kernel<T><<<grid, kBlock, 0, stream>>>(

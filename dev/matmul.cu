@@ -39,8 +39,6 @@ struct Problem {
     int64_t M, N, K;
 };
 
-unsigned blocks_along(int64_t n, int64_t tile) { return static_cast<unsigned>(narrow(ceil_div(n, tile), "blocks")); }
-
 // ---------------------------------------------------------------------------------------------------------------------
 // 1. Naive: one thread per element of out; threadIdx.x is the row, as one might write it at first.
 //
@@ -278,7 +276,7 @@ using MatmulKernel = void(T* out, const T* a, const T* b, int64_t M, int64_t N, 
 
 template <class T, MatmulKernel<T>* kernel>
 void launch(const Problem& p, int tile, dim3 block, cudaStream_t stream) {
-    const dim3 grid(blocks_along(p.N, tile), blocks_along(p.M, tile));
+    const dim3 grid(blocks_for(p.N, tile), blocks_for(p.M, tile));
     kernel<<<grid, block, 0, stream>>>(p.out.ptr<T>(), p.a.ptr<T>(), p.b.ptr<T>(), p.M, p.N, p.K);
     cudaCheckLaunch();
 }
@@ -330,12 +328,6 @@ void matmul_double_buffered(const Problem& p, cudaStream_t stream) {
 // ---------------------------------------------------------------------------------------------------------------------
 // 7. Tensor cores: mma.sync, with two tiles in turn. Its kernel is the first of matmul_tensor_cores.cuh.
 
-template <class F>
-void dispatch_16_bit(DType dtype, F&& f) {
-    if (dtype == DType::bf16) f(__nv_bfloat16{});
-    else f(__half{});
-}
-
 constexpr int mma_bytes(int stages) { return stages * kMmaStageBytes + kTileAlignment; }
 
 // Why a rung with so many stages cannot run; null: it can.
@@ -345,11 +337,11 @@ const char* no_stages(int stages) {
 
 template <int kStages>
 void launch_mma(const Problem& p, cudaStream_t stream) {
-    dispatch_16_bit(p.out.dtype, [&](auto zero) {
+    dispatch_16_bits(p.out.dtype, [&](auto zero) {
         using T = decltype(zero);
         constexpr int kBytes = mma_bytes(kStages);
         allow_shared(matmul_mma_kernel<T, kStages>, kBytes);
-        const dim3 grid(blocks_along(p.N, kMmaTileN), blocks_along(p.M, kTileM));
+        const dim3 grid(blocks_for(p.N, kMmaTileN), blocks_for(p.M, kTileM));
         matmul_mma_kernel<T, kStages><<<grid, kMmaThreads, kBytes, stream>>>(p.out.ptr<T>(), p.a.ptr<T>(), p.b.ptr<T>(),
                                                                              p.M, p.N, p.K, rows_are_packs<T>(p));
         cudaCheckLaunch();
@@ -376,7 +368,7 @@ const char* no_wgmma(const Problem& p) {
 
 template <class Tile>
 void launch_wgmma(const Problem& p, int most_blocks, cudaStream_t stream) {
-    dispatch_16_bit(p.out.dtype, [&](auto zero) {
+    dispatch_16_bits(p.out.dtype, [&](auto zero) {
         using T = decltype(zero);
         const auto map = [](const Tensor& x, int64_t box_rows) {
             return make_tensor_map(x.data, x.dtype, {x.shape[1], x.shape[0]}, {x.shape[1]}, {kPanelColumns, box_rows},

@@ -43,8 +43,8 @@ __global__ void reduce_atomic_kernel(float* out, const float* inp, int64_t n) {
 
 void reduce_atomic(Tensor out, Tensor inp, cudaStream_t stream) {
     cudaCheck(cudaMemsetAsync(out.data, 0, out.bytes(), stream));
-    const unsigned n_blocks = static_cast<unsigned>(narrow(ceil_div(inp.n(), kBlock), "blocks"));
-    reduce_atomic_kernel<<<n_blocks, kBlock, 0, stream>>>(out.ptr<float>(), inp.ptr<float>(), inp.n());
+    reduce_atomic_kernel<<<blocks_for(inp.n(), kBlock), kBlock, 0, stream>>>(out.ptr<float>(), inp.ptr<float>(),
+                                                                             inp.n());
     cudaCheckLaunch();
 }
 

@@ -21,8 +21,6 @@ namespace {
 constexpr int kBlock = 256;  // threads of a block
 constexpr float kEps = 1e-5f;
 
-unsigned blocks_for(int64_t n_threads) { return static_cast<unsigned>(narrow(ceil_div(n_threads, kBlock), "blocks")); }
-
 struct Forward {
     Tensor out, rstd, inp, weight;
 };
@@ -48,8 +46,8 @@ __global__ void forward_naive_kernel(float* out, float* rstd, const float* inp, 
 
 void forward_naive(const Forward& f, cudaStream_t stream) {
     const int64_t N = f.inp.shape[0], C = f.inp.shape[1];
-    forward_naive_kernel<<<blocks_for(N), kBlock, 0, stream>>>(f.out.ptr<float>(), f.rstd.ptr<float>(),
-                                                               f.inp.ptr<float>(), f.weight.ptr<float>(), N, C);
+    forward_naive_kernel<<<blocks_for(N, kBlock), kBlock, 0, stream>>>(f.out.ptr<float>(), f.rstd.ptr<float>(),
+                                                                       f.inp.ptr<float>(), f.weight.ptr<float>(), N, C);
     cudaCheckLaunch();
 }
 
@@ -72,8 +70,8 @@ __global__ void forward_warp_kernel(float* out, float* rstd, const float* inp, c
 
 void forward_warp(const Forward& f, cudaStream_t stream) {
     const int64_t N = f.inp.shape[0], C = f.inp.shape[1];
-    forward_warp_kernel<<<blocks_for(N * kWarp), kBlock, 0, stream>>>(f.out.ptr<float>(), f.rstd.ptr<float>(),
-                                                                      f.inp.ptr<float>(), f.weight.ptr<float>(), N, C);
+    forward_warp_kernel<<<blocks_for(N * kWarp, kBlock), kBlock, 0, stream>>>(
+        f.out.ptr<float>(), f.rstd.ptr<float>(), f.inp.ptr<float>(), f.weight.ptr<float>(), N, C);
     cudaCheckLaunch();
 }
 
@@ -120,9 +118,9 @@ void forward_registers(const Forward& f, cudaStream_t stream) {
     float *out = f.out.ptr<float>(), *rstd = f.rstd.ptr<float>();
     const float *inp = f.inp.ptr<float>(), *weight = f.weight.ptr<float>();
     if (C % 4 == 0) {
-        forward_registers_kernel<4><<<blocks_for(N * kWarp), kBlock, 0, stream>>>(out, rstd, inp, weight, N, C);
+        forward_registers_kernel<4><<<blocks_for(N * kWarp, kBlock), kBlock, 0, stream>>>(out, rstd, inp, weight, N, C);
     } else {
-        forward_registers_kernel<1><<<blocks_for(N * kWarp), kBlock, 0, stream>>>(out, rstd, inp, weight, N, C);
+        forward_registers_kernel<1><<<blocks_for(N * kWarp, kBlock), kBlock, 0, stream>>>(out, rstd, inp, weight, N, C);
     }
     cudaCheckLaunch();
 }
@@ -165,11 +163,11 @@ __global__ void backward_naive_weight_kernel(float* dweight, const float* dout, 
 
 void backward_naive(const Backward& b, cudaStream_t stream) {
     const int64_t N = b.inp.shape[0], C = b.inp.shape[1];
-    backward_naive_input_kernel<<<blocks_for(N), kBlock, 0, stream>>>(
+    backward_naive_input_kernel<<<blocks_for(N, kBlock), kBlock, 0, stream>>>(
         b.dinp.ptr<float>(), b.dout.ptr<float>(), b.inp.ptr<float>(), b.weight.ptr<float>(), b.rstd.ptr<float>(), N, C);
     cudaCheckLaunch();
-    backward_naive_weight_kernel<<<blocks_for(C), kBlock, 0, stream>>>(b.dweight.ptr<float>(), b.dout.ptr<float>(),
-                                                                       b.inp.ptr<float>(), b.rstd.ptr<float>(), N, C);
+    backward_naive_weight_kernel<<<blocks_for(C, kBlock), kBlock, 0, stream>>>(
+        b.dweight.ptr<float>(), b.dout.ptr<float>(), b.inp.ptr<float>(), b.rstd.ptr<float>(), N, C);
     cudaCheckLaunch();
 }
 
@@ -206,10 +204,10 @@ __global__ void backward_partial_kernel(float* partial, const float* dout, const
 
 void backward_two_stages(const Backward& b, cudaStream_t stream) {
     const int64_t N = b.inp.shape[0], C = b.inp.shape[1], n_chunks = ceil_div(N, kChunkRows);
-    backward_warp_input_kernel<<<blocks_for(N * kWarp), kBlock, 0, stream>>>(
+    backward_warp_input_kernel<<<blocks_for(N * kWarp, kBlock), kBlock, 0, stream>>>(
         b.dinp.ptr<float>(), b.dout.ptr<float>(), b.inp.ptr<float>(), b.weight.ptr<float>(), b.rstd.ptr<float>(), N, C);
     cudaCheckLaunch();
-    const dim3 grid(static_cast<unsigned>(n_chunks), blocks_for(C));
+    const dim3 grid(static_cast<unsigned>(n_chunks), blocks_for(C, kBlock));
     backward_partial_kernel<<<grid, kBlock, 0, stream>>>(b.scratch.ptr<float>(), b.dout.ptr<float>(),
                                                          b.inp.ptr<float>(), b.rstd.ptr<float>(), N, C);
     cudaCheckLaunch();
@@ -261,7 +259,7 @@ void backward_fused(const Backward& b, cudaStream_t stream) {
     const int64_t N = b.inp.shape[0], C = b.inp.shape[1], n_warps = ceil_div(N, kRowsAWarp);
     check(C <= kLongestFusedRow, "rung 7 keeps rows in registers: at most ", kLongestFusedRow,
           " channels; leave it out with --rung");
-    backward_fused_kernel<<<blocks_for(n_warps * kWarp), kBlock, 0, stream>>>(
+    backward_fused_kernel<<<blocks_for(n_warps * kWarp, kBlock), kBlock, 0, stream>>>(
         b.dinp.ptr<float>(), b.scratch.ptr<float>(), b.dout.ptr<float>(), b.inp.ptr<float>(), b.weight.ptr<float>(),
         b.rstd.ptr<float>(), N, C);
     cudaCheckLaunch();

@@ -18,8 +18,6 @@ namespace {
 
 constexpr int kBlock = 256;  // threads of a block
 
-unsigned blocks_for(int64_t n_threads) { return static_cast<unsigned>(narrow(ceil_div(n_threads, kBlock), "blocks")); }
-
 // ---------------------------------------------------------------------------------------------------------------------
 // 1. Naive: one thread per row, the formula as it is written. The first and the last pass read and write the row
 // once, the second reads it: 5 C numbers are moved.
@@ -41,7 +39,7 @@ __global__ void softmax_naive_kernel(float* out, const float* inp, int64_t N, in
 
 void softmax_naive(Tensor out, Tensor inp, cudaStream_t stream) {
     const int64_t N = inp.shape[0], C = inp.shape[1];
-    softmax_naive_kernel<<<blocks_for(N), kBlock, 0, stream>>>(out.ptr<float>(), inp.ptr<float>(), N, C);
+    softmax_naive_kernel<<<blocks_for(N, kBlock), kBlock, 0, stream>>>(out.ptr<float>(), inp.ptr<float>(), N, C);
     cudaCheckLaunch();
 }
 
@@ -63,7 +61,7 @@ __global__ void softmax_safe_kernel(float* out, const float* inp, int64_t N, int
 
 void softmax_safe(Tensor out, Tensor inp, cudaStream_t stream) {
     const int64_t N = inp.shape[0], C = inp.shape[1];
-    softmax_safe_kernel<<<blocks_for(N), kBlock, 0, stream>>>(out.ptr<float>(), inp.ptr<float>(), N, C);
+    softmax_safe_kernel<<<blocks_for(N, kBlock), kBlock, 0, stream>>>(out.ptr<float>(), inp.ptr<float>(), N, C);
     cudaCheckLaunch();
 }
 
@@ -97,7 +95,7 @@ __global__ void softmax_online_kernel(float* out, const float* inp, int64_t N, i
 
 void softmax_online(Tensor out, Tensor inp, cudaStream_t stream) {
     const int64_t N = inp.shape[0], C = inp.shape[1];
-    softmax_online_kernel<<<blocks_for(N), kBlock, 0, stream>>>(out.ptr<float>(), inp.ptr<float>(), N, C);
+    softmax_online_kernel<<<blocks_for(N, kBlock), kBlock, 0, stream>>>(out.ptr<float>(), inp.ptr<float>(), N, C);
     cudaCheckLaunch();
 }
 
@@ -125,7 +123,7 @@ __global__ void softmax_warp_kernel(float* out, const float* inp, int64_t N, int
 
 void softmax_warp(Tensor out, Tensor inp, cudaStream_t stream) {
     const int64_t N = inp.shape[0], C = inp.shape[1];
-    softmax_warp_kernel<<<blocks_for(N * kWarp), kBlock, 0, stream>>>(out.ptr<float>(), inp.ptr<float>(), N, C);
+    softmax_warp_kernel<<<blocks_for(N * kWarp, kBlock), kBlock, 0, stream>>>(out.ptr<float>(), inp.ptr<float>(), N, C);
     cudaCheckLaunch();
 }
 
