@@ -550,31 +550,29 @@ void climb(Ladder& ladder) {
     ladder.expects(std::move(expectations));
     dispatch_16_bits(dtype, [&](auto zero) {
         using Number = decltype(zero);
-        const auto rung = [&](const char* name, const char* why, auto&& launch_it) {
-            ladder.rung(name, why, [&](cudaStream_t stream) { launch_it(stream); });
-        };
-        rung("naive", "five kernels, T x T probabilities and gradients", [&](auto s) { launch_naive<Number>(p, s); });
-        rung("fused row", "one warp per row, probabilities from lse", [&](auto s) { launch_row<Number>(p, s); });
-        rung("flash", "32 rows share tiles in shared memory", [&](auto s) {
+        ladder.rung("naive", "five kernels, T x T probabilities and gradients",
+                    [&](auto s) { launch_naive<Number>(p, s); });
+        ladder.rung("fused row", "one warp per row, probabilities from lse", [&](auto s) { launch_row<Number>(p, s); });
+        ladder.rung("flash", "32 rows share tiles in shared memory", [&](auto s) {
             launch<Number, backward_flash_kernel<Number, false>, backward_flash_kernel<Number, true>>(
                 p, kFlash, kThreads * kThreads, s);
         });
-        rung("mma.sync", "tensor cores; P and dS stay in registers", [&](auto s) {
+        ladder.rung("mma.sync", "tensor cores; P and dS stay in registers", [&](auto s) {
             launch<Number, backward_mma_kernel<Number, false>, backward_mma_kernel<Number, true>>(p, kRows, kBlock, s);
         });
-        rung("cp.async", "the next tile is copied while this one is used", [&](auto s) {
+        ladder.rung("cp.async", "the next tile is copied while this one is used", [&](auto s) {
             launch<Number, backward_pipeline_kernel<Number, false, InOrder>,
                    backward_pipeline_kernel<Number, true, InOrder>>(p, kRows, kBlock, s);
         });
-        rung("swizzle", "ldmatrix without bank conflicts", [&](auto s) {
+        ladder.rung("swizzle", "ldmatrix without bank conflicts", [&](auto s) {
             launch<Number, backward_pipeline_kernel<Number, false, Swizzled>,
                    backward_pipeline_kernel<Number, true, Swizzled>>(p, kRows, kBlock, s);
         });
-        rung("product, mma", "32 rows per warp; any head size and mask",
-             [&](auto s) { launch_product(p, FlashTier::mma, s); });
+        ladder.rung("product, mma", "32 rows per warp; any head size and mask",
+                    [&](auto s) { launch_product(p, FlashTier::mma, s); });
         if (!has_wgmma()) return;
-        rung("product, Hopper", "wgmma and TMA; one kernel with five products, dq added in turn",
-             [&](auto s) { launch_product(p, FlashTier::hopper, s); });
+        ladder.rung("product, Hopper", "wgmma and TMA; one kernel with five products, dq added in turn",
+                    [&](auto s) { launch_product(p, FlashTier::hopper, s); });
     });
 }
 

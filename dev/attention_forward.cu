@@ -566,25 +566,23 @@ void climb(Ladder& ladder) {
     ladder.expects(std::move(expectations));
     dispatch_16_bits(dtype, [&](auto zero) {
         using Number = decltype(zero);
-        const auto rung = [&](const char* name, const char* why, auto&& launch_it) {
-            ladder.rung(name, why, [&](cudaStream_t stream) { launch_it(stream); });
-        };
-        rung("naive", "three kernels, T x T scores", [&](auto s) { launch_naive<Number>(p, s); });
-        rung("fused row", "one warp per query, the softmax online", [&](auto s) { launch_row<Number>(p, s); });
-        rung("flash", "64 queries share tiles of keys in shared memory",
-             [&](auto s) { launch<Number, attention_flash_kernel<Number>>(p, kThreads * kThreads, s); });
-        rung("mma.sync", "tensor cores; P stays in registers",
-             [&](auto s) { launch<Number, attention_mma_kernel<Number>>(p, kBlock, s); });
-        rung("cp.async", "the next tile is copied while this one is used",
-             [&](auto s) { launch<Number, attention_pipeline_kernel<Number, InOrder>>(p, kBlock, s); });
-        rung("swizzle", "ldmatrix without bank conflicts",
-             [&](auto s) { launch<Number, attention_pipeline_kernel<Number, Swizzled>>(p, kBlock, s); });
-        rung("product, mma", "32 queries per warp; any head size and mask",
-             [&](auto s) { launch_product(p, FlashTier::mma, s); });
+        ladder.rung("naive", "three kernels, T x T scores", [&](auto s) { launch_naive<Number>(p, s); });
+        ladder.rung("fused row", "one warp per query, the softmax online", [&](auto s) { launch_row<Number>(p, s); });
+        ladder.rung("flash", "64 queries share tiles of keys in shared memory",
+                    [&](auto s) { launch<Number, attention_flash_kernel<Number>>(p, kThreads * kThreads, s); });
+        ladder.rung("mma.sync", "tensor cores; P stays in registers",
+                    [&](auto s) { launch<Number, attention_mma_kernel<Number>>(p, kBlock, s); });
+        ladder.rung("cp.async", "the next tile is copied while this one is used",
+                    [&](auto s) { launch<Number, attention_pipeline_kernel<Number, InOrder>>(p, kBlock, s); });
+        ladder.rung("swizzle", "ldmatrix without bank conflicts",
+                    [&](auto s) { launch<Number, attention_pipeline_kernel<Number, Swizzled>>(p, kBlock, s); });
+        ladder.rung("product, mma", "32 queries per warp; any head size and mask",
+                    [&](auto s) { launch_product(p, FlashTier::mma, s); });
         if (!has_wgmma()) return;
-        rung("wgmma + TMA", "a producer and a warp group, operands from shared memory",
-             [&](auto s) { launch_hopper<Number>(p, s); });
-        rung("product, Hopper", "two warp groups take turns", [&](auto s) { launch_product(p, FlashTier::hopper, s); });
+        ladder.rung("wgmma + TMA", "a producer and a warp group, operands from shared memory",
+                    [&](auto s) { launch_hopper<Number>(p, s); });
+        ladder.rung("product, Hopper", "two warp groups take turns",
+                    [&](auto s) { launch_product(p, FlashTier::hopper, s); });
     });
 }
 
