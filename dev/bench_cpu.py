@@ -29,19 +29,11 @@ import subprocess
 import sys
 import tempfile
 
-from script import end_on_signals, refuse, show_usage, whole_number
+from script import ROOT, end_on_signals, output_of, refuse, show_usage, whole_number
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BATCH, SEQ = 4, 64                                     # llm.c's
 JOBS = [("gpt2", BATCH, SEQ), ("tiny", 16, 128)]
 DTYPES = {"fp32": "float32", "bf16": "bf16"}
-
-
-def output_of(command, **options):
-    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, stdin=subprocess.DEVNULL, **options)
-    if done.returncode != 0:
-        raise RuntimeError(f"exit status {done.returncode} of {' '.join(command)}: {(done.stderr or done.stdout).strip()[-400:]}")
-    return done.stdout
 
 
 # ---- the opponents: each function returns the seconds of one step

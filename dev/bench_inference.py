@@ -29,9 +29,8 @@ import time
 import urllib.error
 import urllib.request
 
-from script import end_on_signals, refuse, show_usage, whole_number
+from script import ROOT, end_on_signals, output_of, refuse, show_usage, whole_number
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TOKENS = 64
 
 # Run by LLM_PYTHON: reads commands from stdin, answers each with a number of tokens per second.
@@ -153,13 +152,6 @@ class LlamaServer:
         return sum(answer["tokens_predicted"] for answer in answers) / seconds
 
 
-def output_of(command):
-    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, stdin=subprocess.DEVNULL)
-    if done.returncode != 0:
-        raise RuntimeError(f"exit status {done.returncode} of {command[0]}: {(done.stderr or done.stdout).strip()[-400:]}")
-    return done.stdout
-
-
 def rates(out):
     """Tokens per second that bench_inference prints."""
     found = dict(re.findall(r"^(one sequence|static batches|continuous) +([\d.]+) tok/s", out, re.M))
@@ -171,13 +163,11 @@ def print_table(rows, n_rounds, version):
     best = max((name for name in median if "batches of" in name), key=median.get)
     print(f"GPT-2 124M, float32; median of {n_rounds} rounds in turn; {version}\n")
     print("| | tok/s | times transformers |\n| --- | --- | --- |")
-    one, many = "transformers, one sequence", best
-    for name in median:
-        if name in ("one sequence", "llama.cpp, one sequence", one):
-            print(f"| {name} | {median[name]:.1f} | {median[name] / median[one]:.2f} |")
-    for name in median:
-        if name in ("static batches", "continuous", "llama.cpp, many", many):
-            print(f"| {name} | {median[name]:.1f} | {median[name] / median[many]:.2f} |")
+    for theirs, others in (("transformers, one sequence", ("one sequence", "llama.cpp, one sequence")),
+                           (best, ("static batches", "continuous", "llama.cpp, many"))):
+        for name in median:
+            if name in (theirs, *others):
+                print(f"| {name} | {median[name]:.1f} | {median[name] / median[theirs]:.2f} |")
 
 
 def run_rounds(work, build, n_rounds, sizes, ask, llama):

@@ -19,8 +19,8 @@ import re
 import sys
 
 import floors
-from readme_commands import ROOT, Tree, pages, read, refreshed
-from script import end_on_signals, show_usage
+from readme_commands import Tree, pages, refreshed
+from script import ROOT, end_on_signals, read, show_usage
 
 # First folders of paths that a run or a build creates, or that exist on a reader's machine: they are not in the repository.
 NOT_OURS = ("runs/", "build/", "path/", "my_text/", "gpu-bundle/", "/")

@@ -16,72 +16,67 @@ import re
 import sys
 import textwrap
 
-from script import show_usage
+from script import ROOT, read, show_usage
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SOURCES = ('.cu', '.cuh', '.h', '.cpp')
 PROGRAMS = 'programs'  # the name under which the programs in the root are treated as a folder
 CPU = 'cpu'
 CPU_VECTORS = 'cpu/cpu_vector.h'
 
 
-def makefile_variable(name, root=ROOT):
+def makefile_variable(name):
     """The text of a variable of the Makefile, empty where it has none of that name."""
-    with open(os.path.join(root, 'Makefile'), encoding='utf-8') as file:
-        match = re.search(rf'^{name}\s*:?=\s*((?:[^\n#]*\\\n)*[^\n#]*)', file.read(), re.MULTILINE)
+    match = re.search(rf'^{name}\s*:?=\s*((?:[^\n#]*\\\n)*[^\n#]*)', read('Makefile'), re.MULTILINE)
     return match[1].replace('\\\n', ' ') if match else ''
 
 
-def read_floors(root=ROOT):
+def read_floors():
     """The floors from the ground up, each a list of folders, as the Makefile has them and with those above them."""
-    floors = [floor.split() for floor in makefile_variable('FLOORS', root).split('|')]
+    floors = [floor.split() for floor in makefile_variable('FLOORS').split('|')]
     return floors + [[PROGRAMS], ['dev'], ['test']]
 
 
-def sources_in(folder, root=ROOT):
-    here = os.path.join(root, folder)
+def sources_in(folder):
+    here = os.path.join(ROOT, folder)
     if not os.path.isdir(here):
         return []
     return sorted(os.path.normpath(os.path.join(folder, name)) for name in os.listdir(here) if name.endswith(SOURCES))
 
 
-def product_files(floors, root=ROOT):
+def product_files():
     """Every source of the product: the folders of the Makefile's floors, the programs, and the CPU device."""
-    folders = {folder for floor in floors for folder in floor} - {PROGRAMS, 'dev', 'test'}
-    return [path for folder in sorted(folders | {CPU}) for path in sources_in(folder, root)]
+    folders = {folder for floor in read_floors() for folder in floor} - {PROGRAMS, 'dev', 'test'}
+    return [path for folder in sorted(folders | {CPU}) for path in sources_in(folder)]
 
 
-def folder_of(path, root=ROOT):
+def folder_of(path):
     folder = os.path.dirname(path) or '.'
-    if folder == '.' and path.endswith('.cu'):
-        with open(os.path.join(root, path), encoding='utf-8') as file:
-            if re.search(r'^int main\(', file.read(), re.MULTILINE):
-                return PROGRAMS
+    if folder == '.' and path.endswith('.cu') and re.search(r'^int main\(', read(path), re.MULTILINE):
+        return PROGRAMS
     return folder
 
 
-def includes(path, root=ROOT):
+def includes(path):
     """Yields (line number, included file) for each #include "..." of a file of ours."""
-    with open(os.path.join(root, path), encoding='utf-8') as file:
-        for number, line in enumerate(file, 1):
-            match = re.match(r'\s*#\s*include\s+"([^"]+)"', line)
-            if not match:
-                continue
-            # As the compiler looks for it: beside the file, from the root, among the headers of the CPU device.
-            for folder in (os.path.dirname(path), '', CPU):
-                candidate = os.path.normpath(os.path.join(folder, match[1]))
-                if os.path.exists(os.path.join(root, candidate)):
-                    yield number, candidate
-                    break
+    for number, line in enumerate(read(path).splitlines(), 1):
+        match = re.match(r'\s*#\s*include\s+"([^"]+)"', line)
+        if not match:
+            continue
+        # As the compiler looks for it: beside the file, from the root, among the headers of the CPU device.
+        for folder in (os.path.dirname(path), '', CPU):
+            candidate = os.path.normpath(os.path.join(folder, match[1]))
+            if os.path.exists(os.path.join(ROOT, candidate)):
+                yield number, candidate
+                break
 
 
-def all_includes(floors, root=ROOT):
+def all_includes(floors):
     """Every include as (file, line, folder of the file, included file, its folder), for folders that differ."""
     folders = {folder for floor in floors for folder in floor} - {PROGRAMS} | {CPU}
     for folder in sorted(folders):
-        for path in sources_in(folder, root):
-            for number, included in includes(path, root):
-                pair = folder_of(path, root), folder_of(included, root)
+        for path in sources_in(folder):
+            for number, included in includes(path):
+                pair = folder_of(path), folder_of(included)
                 if pair[0] != pair[1]:
                     yield path, number, pair[0], included, pair[1]
 
@@ -103,19 +98,19 @@ def is_allowed(height, path, folder, included, included_folder):
     return included_folder in height and height[included_folder][1] < height[folder][0]
 
 
-def check(root=ROOT):
+def check():
     """The wrong includes and folders, one line each."""
-    floors = read_floors(root)
+    floors = read_floors()
     height = heights(floors)
     wrong = [f'{path}:{number}: {folder} may not include {included}: ' + (
              'cpu/ is on the include path of the CPU build, and only its tests name it' if CPU in (folder, to) else
              f'{to} is not on a lower floor (FLOORS in the Makefile)')
-             for path, number, folder, included, to in all_includes(floors, root)
+             for path, number, folder, included, to in all_includes(floors)
              if not is_allowed(height, path, folder, included, to)]
     tops = {folder.split('/')[0] for folder in height} - {'.', PROGRAMS, 'dev', 'test'}
-    inside = {os.path.relpath(folder, root) for top in tops for folder, _, _ in os.walk(os.path.join(root, top))}
+    inside = {os.path.relpath(folder, ROOT) for top in tops for folder, _, _ in os.walk(os.path.join(ROOT, top))}
     return wrong + [f'{folder}: on no floor, so nothing in it is compiled (FLOORS in the Makefile)'
-                    for folder in sorted(inside - set(height)) if sources_in(folder, root)]
+                    for folder in sorted(inside - set(height)) if sources_in(folder)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -125,7 +120,7 @@ def check(root=ROOT):
 WIDTH, FLOOR_HEIGHT, MARGIN, LINE = 1000, 108, 8, 15
 
 
-def purpose(folder, root=ROOT):
+def purpose(folder):
     """The first sentence of the folder's header (of its first file, where it has none), without the name of the file; of
     each program."""
     if folder == 'test':
@@ -133,20 +128,15 @@ def purpose(folder, root=ROOT):
     if folder == 'dev':
         return 'ladders from the naive kernel to the fastest, benchmarks'
     name = 'llm' if folder == '.' else os.path.basename(folder)
-    files = [path for path in sources_in('.' if folder == PROGRAMS else folder, root) if folder_of(path, root) == folder]
+    files = [path for path in sources_in('.' if folder == PROGRAMS else folder) if folder_of(path) == folder]
     if folder == PROGRAMS:
-        return '; '.join(f'{os.path.basename(path)[:-3]}: {first_sentence(path, root)}' for path in files)
+        return '; '.join(f'{os.path.basename(path)[:-3]}: {first_sentence(path)}' for path in files)
     headers = [path for path in files if os.path.basename(path) in (name + '.h', name + '.cuh')] or files
-    return first_sentence(headers[0], root)
+    return first_sentence(headers[0])
 
 
-def first_sentence(path, root):
-    with open(os.path.join(root, path), encoding='utf-8') as file:
-        text = ''
-        for line in file:
-            if not line.startswith('// '):
-                break
-            text += ' ' + line[3:].strip()
+def first_sentence(path):
+    text = re.match(r'(// .*\n)*', read(path))[0].replace('\n// ', ' ').strip()
     text = text.split(': ', 1)[1]
     return re.split(r'(?<=\w)\.(?= )', text + ' ')[0].strip().rstrip('.')
 
@@ -169,14 +159,14 @@ def place(floors):
     return boxes
 
 
-def draw(root=ROOT):
-    floors = read_floors(root)
+def draw():
+    floors = read_floors()
     uses = {}
-    for _, _, folder, _, to in all_includes(floors, root):
+    for _, _, folder, _, to in all_includes(floors):
         uses.setdefault(folder, set()).add(to)
     order = [folder for folder in heights(floors)]
     titles = {'.': 'llm.h, llm.cu', PROGRAMS: ', '.join(
-        path for path in sources_in('.', root) if folder_of(path, root) == PROGRAMS)}
+        path for path in sources_in('.') if folder_of(path) == PROGRAMS)}
     total = len(floors) * FLOOR_HEIGHT
     lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-4 -4 {WIDTH + 8} {total + 8}" font-family="sans-serif">',
              '<rect x="-4" y="-4" width="100%" height="100%" fill="white"/>']
@@ -187,7 +177,7 @@ def draw(root=ROOT):
         included = [titles.get(f, f + '/') for f in order if f in uses.get(folder, ())]
         characters = (width - 2 * MARGIN) // 7
         texts = [(titles.get(folder, folder + '/'), 'font-size="15" font-weight="bold"')]
-        texts += [(line, 'font-size="13"') for line in textwrap.wrap(purpose(folder, root), characters)]
+        texts += [(line, 'font-size="13"') for line in textwrap.wrap(purpose(folder), characters)]
         texts += [(line, 'font-size="12" fill="#5a7184"') for line in
                   textwrap.wrap('includes ' + ', '.join(included) if included else 'includes nothing of ours', characters)]
         y = top + (n_floors * FLOOR_HEIGHT - len(texts) * LINE) // 2 + 12

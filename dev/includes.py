@@ -6,13 +6,12 @@ compiler: only make PCH= and another compiler would find it. Here each name of N
 header that has it, included by the file itself or by a header of ours that it includes. PCH_std may have no header that
 NAMES lacks.
 """
-import os
 import re
 import sys
 
-from floors import ROOT, includes, makefile_variable, product_files, read_floors, sources_in
+from floors import includes, makefile_variable, product_files, sources_in
 from long_functions import without_comments_and_strings
-from script import show_usage
+from script import read, show_usage
 
 # Of each header the names that we use. A name of std::ranges and one that begins with another of these (count, count_if)
 # need no entry.
@@ -36,11 +35,6 @@ NAMES = {
     'thread': 'this_thread thread',
     'vector': 'vector',
 }
-
-
-def read(path):
-    with open(os.path.join(ROOT, path), encoding='utf-8') as file:
-        return file.read()
 
 
 def standard_headers(path, seen):
@@ -76,7 +70,7 @@ def main():
     def header_of(name):
         return table.get(name) or table.get(re.sub(r'_(n|if|if_not|element|backward|copy|bound)$', '', name))
 
-    files = product_files(read_floors()) + sources_in('dev') + sources_in('test')
+    files = product_files() + sources_in('dev') + sources_in('test')
     wrong = [f'{path}:{number}: std::{name} needs #include <{header}>' for path in files
              for number, name, header in lacking(path, header_of)]
     print('\n'.join(wrong), end='\n' if wrong else '')

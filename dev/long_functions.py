@@ -13,8 +13,8 @@ import os
 import re
 import sys
 
-from floors import ROOT, product_files, read_floors
-from script import refuse, show_usage
+from floors import product_files
+from script import read, refuse, show_usage
 
 LIMIT, DEVICE_LIMIT = 60, 80
 
@@ -89,14 +89,12 @@ def main():
     for path in sys.argv[1:]:
         if not os.path.isfile(path):
             refuse(f'there is no file {path}')
-    files = sys.argv[1:] or product_files(read_floors())
     offenders = []
-    for path in files:
-        with open(path if sys.argv[1:] else os.path.join(ROOT, path), encoding='utf-8') as file:
-            for name, first, n_lines, on_device in functions(file.read()):
-                limit = DEVICE_LIMIT if on_device else LIMIT
-                if n_lines > limit:
-                    offenders.append((n_lines, limit, path, first, name))
+    for path in sys.argv[1:] or product_files():
+        for name, first, n_lines, on_device in functions(read(os.path.abspath(path) if sys.argv[1:] else path)):
+            limit = DEVICE_LIMIT if on_device else LIMIT
+            if n_lines > limit:
+                offenders.append((n_lines, limit, path, first, name))
     for n_lines, limit, path, first, name in sorted(offenders, reverse=True):
         print(f'{path}:{first}: {name} has {n_lines} lines; at most {limit}')
     return 1 if offenders else 0

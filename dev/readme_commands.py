@@ -37,9 +37,8 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 
-from script import end_on_signals
+from script import ROOT, end_on_signals, read
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LANGUAGES = ("sh", "console", "cpp", "text")
 SECONDS = 900  # that a command may take
 
@@ -227,11 +226,6 @@ class Command:
     def key(self):
         """The command without its comments."""
         return re.sub(r"\s+# .*$", "", self.text, flags=re.M).strip()
-
-
-def read(page):
-    with open(os.path.join(ROOT, page), encoding="utf-8") as file:
-        return file.read()
 
 
 def pages():

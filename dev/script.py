@@ -1,9 +1,18 @@
-"""dev/script.py: what the Python scripts of this folder share: how they are asked, refuse and end.
+"""dev/script.py: what the Python scripts of this folder share: how they are asked, read, refuse and end.
 """
 import os
 import re
 import signal
+import subprocess
 import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def read(path):
+    """The text of a file of the repository."""
+    with open(os.path.join(ROOT, path), encoding='utf-8') as file:
+        return file.read()
 
 
 def end_on_signals():
@@ -29,3 +38,12 @@ def whole_number(name, text):
     if not re.fullmatch(r'0*[1-9]\d*', text):
         refuse(f'{name}={text}: give whole numbers of at least 1')
     return int(text)
+
+
+def output_of(command, **options):
+    """What a command prints, run in the repository's root; RuntimeError if it fails."""
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, stdin=subprocess.DEVNULL, **options)
+    if done.returncode != 0:
+        line = ' '.join(command).splitlines()[0]  # of a script in the command
+        raise RuntimeError(f'exit status {done.returncode} of {line}: {(done.stderr or done.stdout).strip()[-400:]}')
+    return done.stdout

@@ -12,6 +12,8 @@ import re
 import subprocess
 import sys
 
+from script import show_usage
+
 KERNEL = re.compile(r"Compiling entry function '(\S+)' for '(\w+)'")
 SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 SERIALISED = re.compile(r"\(C75\d\d\).*")
@@ -50,8 +52,7 @@ def check(report, folder):
 
 def main():
     if not sys.argv[1:] or sys.argv[1].startswith("-"):
-        print(__doc__.strip())
-        sys.exit(0 if sys.argv[1:] == ["--help"] else 2)
+        show_usage(__doc__)
     n_wrong, total = 0, {}
     for folder in map(pathlib.Path, sys.argv[1:]):
         for report in sorted(folder.rglob("*.ptxas")):
