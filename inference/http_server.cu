@@ -72,9 +72,8 @@ const char* reason_of(int status) {
 
 }  // namespace
 
-class Listener : public httplib::Server {
-  public:
-    Listener(const ServerOptions& options, std::vector<Route> routes, std::function<void(int)> status_sent)
+struct HttpServer::Impl : httplib::Server {
+    Impl(const ServerOptions& options, std::vector<Route> routes, std::function<void(int)> status_sent)
         : options_(options), routes_(std::move(routes)), status_sent_(std::move(status_sent)) {
         set_tcp_nodelay(true);
         // Without the library's SO_REUSEPORT, with which two servers on one port would each get half of the requests.
@@ -121,20 +120,18 @@ class Listener : public httplib::Server {
         });
     }
 
-    int bind() {
+    void bind() {
         addrinfo* found = nullptr;
-        const int unknown = ::getaddrinfo(options_.host.c_str(), nullptr, nullptr, &found);
+        const char* const host = options_.host.c_str();
+        const int unknown = ::getaddrinfo(host, nullptr, nullptr, &found);
         check(unknown == 0, "--host ", options_.host, ": no such address: ", ::gai_strerror(unknown),
               "; give an address of this machine, or 0.0.0.0 for all of them");
         ::freeaddrinfo(found);
-        const int port = options_.port == 0 ? bind_to_any_port(options_.host.c_str())
-                         : bind_to_port(options_.host.c_str(), static_cast<int>(options_.port))
-                             ? static_cast<int>(options_.port)
-                             : -1;
+        if (options_.port == 0) port = bind_to_any_port(host);
+        else port = bind_to_port(host, static_cast<int>(options_.port)) ? static_cast<int>(options_.port) : -1;
         check(port > 0, "cannot listen on ", options_.host, " port ", options_.port, ": ", std::strerror(errno),
               "; give another --port (0: one that is free) or --host");
         ::listen(svr_sock_, SOMAXCONN);  // the library's queue is for 5 connections
-        return port;
     }
     void start() {
         listening_ = svr_sock_;
@@ -151,6 +148,7 @@ class Listener : public httplib::Server {
         thread_.join();
         ::close(listening_);
     }
+    int port = 0;
 
   private:
     // The library's own loop closes its socket where accept() fails, also for a reason that passes: no memory, no file
@@ -359,14 +357,9 @@ class Listener : public httplib::Server {
     std::thread thread_;
 };
 
-struct HttpServer::Impl : Listener {
-    using Listener::Listener;
-    int port = 0;
-};
-
 HttpServer::HttpServer(const ServerOptions& options, std::vector<Route> routes, std::function<void(int)> status_sent)
     : impl_(std::make_unique<Impl>(options, std::move(routes), std::move(status_sent))) {
-    impl_->port = impl_->bind();
+    impl_->bind();
 }
 HttpServer::~HttpServer() { impl_->end(); }
 void HttpServer::start() { impl_->start(); }
