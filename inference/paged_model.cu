@@ -109,21 +109,19 @@ StepSizes PagedModel::fill_tables(std::span<const CachedRows> rows, bool rounded
     return sizes;
 }
 
-// Of a step that decodes.
+// Of a step that decodes: it has as many sequences, chunks and logits as tokens.
 void PagedModel::repeat_last_row(StepSizes& sizes) {
-    const auto repeat = [](const Tensor& table, int64_t& n, int64_t width) {
-        int32_t* const end = table.ptr<int32_t>() + n++ * width;
+    const int64_t row = sizes.tokens;
+    const auto repeat = [&](const Tensor& table, int64_t width) {
+        int32_t* const end = table.ptr<int32_t>() + row * width;
         std::copy_n(end - width, width, end);
     };
-    int64_t n_tokens = sizes.tokens, n_positions = sizes.tokens, n_rows = sizes.tokens;
-    repeat(tables_.tokens, n_tokens, 1);
-    repeat(tables_.positions, n_positions, 1);
-    repeat(tables_.cache_rows, n_rows, 1);
-    repeat(tables_.page_table, sizes.sequences, sizes.pages);
-    repeat(tables_.chunks, sizes.chunks, 4);
-    repeat(tables_.logit_rows, sizes.logits, 1);
-    const auto row = static_cast<int32_t>(sizes.tokens++);
-    tables_.chunks.ptr<int32_t>()[4 * row] = row;
+    for (const Tensor* table : {&tables_.tokens, &tables_.positions, &tables_.cache_rows, &tables_.logit_rows})
+        repeat(*table, 1);
+    repeat(tables_.page_table, sizes.pages);
+    repeat(tables_.chunks, 4);
+    tables_.chunks.ptr<int32_t>()[4 * row] = static_cast<int32_t>(row);
+    for (int64_t* n : {&sizes.tokens, &sizes.sequences, &sizes.chunks, &sizes.logits}) *n = row + 1;
 }
 
 // The first rows of the tables, as the step's activations have them.
