@@ -22,15 +22,13 @@ std::string trimmed(std::string_view text) {
         " ",      "\t",     "\n",     "\v",     "\f",     "\r",     "\x1c",   "\x1d",   "\x1e",   "\x1f",
         "\u0085", "\u00a0", "\u1680", "\u2000", "\u2001", "\u2002", "\u2003", "\u2004", "\u2005", "\u2006",
         "\u2007", "\u2008", "\u2009", "\u200a", "\u2028", "\u2029", "\u202f", "\u205f", "\u3000"};
-    const auto remove = [&](auto is_at_end, auto shorten) {
-        for (size_t before = text.size() + 1; before != text.size();) {
-            before = text.size();
-            for (const std::string_view blank : blanks)
-                if (is_at_end(blank)) shorten(blank.size());
+    for (size_t before = text.size() + 1; before != text.size();) {
+        before = text.size();
+        for (const std::string_view blank : blanks) {
+            if (text.starts_with(blank)) text.remove_prefix(blank.size());
+            if (text.ends_with(blank)) text.remove_suffix(blank.size());
         }
-    };
-    remove([&](std::string_view blank) { return text.starts_with(blank); }, [&](size_t n) { text.remove_prefix(n); });
-    remove([&](std::string_view blank) { return text.ends_with(blank); }, [&](size_t n) { text.remove_suffix(n); });
+    }
     return std::string(text);
 }
 
