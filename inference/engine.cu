@@ -40,8 +40,6 @@ EngineOptions settled(const Model& model, const Model* draft, EngineOptions o) {
     // No proposal is longer than a sequence.
     o.lookup = std::min(o.lookup, o.scheduler.max_length);
     o.draft_tokens = std::min(o.draft_tokens, o.scheduler.max_length);
-    check(o.scheduler.step_tokens >= 1 && o.scheduler.max_sequences >= 1, "inference: a step of ",
-          o.scheduler.step_tokens, " tokens and ", o.scheduler.max_sequences, " sequences: both must be at least 1");
     check(o.cache.page_size >= 1, "inference: pages of ", o.cache.page_size, " rows: it must be at least 1");
     if (o.cache.n_pages == 0)
         o.cache.n_pages = o.scheduler.max_sequences * ceil_div(o.scheduler.max_length, o.cache.page_size);
