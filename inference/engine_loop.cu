@@ -15,8 +15,6 @@ namespace {
 
 constexpr double kLookSeconds = 0.1;  // in which an idle engine looks whether it is to end; a waiting client, too
 
-double in_seconds(double seconds) { return seconds_now() + seconds; }
-
 }  // namespace
 
 void PieceQueue::put(IndexedPiece piece) {
@@ -160,7 +158,7 @@ std::shared_ptr<EngineLoop::Submission> EngineLoop::submit(std::vector<TextReque
 EngineLoop::Submission::Submission(EngineLoop& loop, std::vector<int64_t> ids, std::shared_ptr<PieceQueue> queue,
                                    int64_t n_answers)
     : loop_(loop), ids_(std::move(ids)), queue_(std::move(queue)), n_left_(n_answers),
-      deadline_(in_seconds(loop.options_.request_timeout)) {}
+      deadline_(seconds_now() + loop.options_.request_timeout) {}
 
 EngineLoop::Submission::~Submission() {
     loop_.metrics_.request_ends(ended() ? Outcome::completed : outcome_);
