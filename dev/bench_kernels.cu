@@ -82,10 +82,11 @@ class Data {
 // The operations
 
 using Launch = std::function<void()>;
+using Prepare = std::function<Launch(Data&)>;  // takes the tensors, and returns what is timed
 struct Operation {
     std::string name, pass, shape;
     double bytes, flops;
-    std::function<Launch(Data&)> prepare;  // takes the tensors, and returns what is timed
+    Prepare prepare;
 };
 
 // The operation with its product computed in each of the ways that this device has: ", cublaslt" in its name means the
@@ -105,19 +106,11 @@ void add_ways(std::vector<Operation>& table, const Operation& operation, const P
     }
 }
 
-bool has_fp8(Fp8Recipe recipe) {
+// Does this device have what f() is an Error without?
+template <class F>
+bool passes(F&& f) {
     try {
-        expect_fp8_device(recipe);
-        return true;
-    } catch (const Error&) {
-        return false;
-    }
-}
-
-bool has_tier(FlashTier tier, DType dtype) {
-    try {
-        expect_flash_tier(tier, dtype);
-        return true;
+        return f(), true;
     } catch (const Error&) {
         return false;
     }
@@ -227,7 +220,7 @@ std::vector<Operation> operations(const Config& c, int64_t B, int64_t T, DType d
     // the limit may be above 100 %.
     const int64_t O = (gpt2 ? F : 2 * F);
     for (const Fp8Recipe recipe : {Fp8Recipe::delayed, Fp8Recipe::current, Fp8Recipe::block}) {
-        if (dtype == DType::f32 || !has_fp8(recipe)) continue;
+        if (dtype == DType::f32 || !passes([&] { expect_fp8_device(recipe); })) continue;
         const std::string name = concat("linear up fp8 ", fp8_recipe_name(recipe)),
                           shape = concat("N=", N, " C=", C, " O=", O);
         const double n = rows, i = static_cast<double>(C), o = static_cast<double>(O);
@@ -277,7 +270,7 @@ std::vector<Operation> operations(const Config& c, int64_t B, int64_t T, DType d
          std::vector<std::pair<const char*, FlashTier>>{{"attention", FlashTier::automatic},
                                                         {"attention mma", FlashTier::mma},
                                                         {"attention hopper", FlashTier::hopper}}) {
-        if (!has_tier(tier, dtype)) continue;
+        if (!passes([&, tier = tier] { expect_flash_tier(tier, dtype); })) continue;
         const FlashAttentionOptions attention{.scale = 1 / std::sqrt(static_cast<float>(D)), .tier = tier};
         table.push_back({name, "forward", attn, heads, 4 * pairs, [=](Data& d) -> Launch {
                              const HeadColumns out{d.empty({B, T, H * D}), H, D};
@@ -433,30 +426,28 @@ double seconds_of(const Launch& launch, double budget_s, int max_repeats) {
     return median(times);
 }
 
-double time_operation(const Operation& operation, DType dtype, double budget_s, int max_repeats) {
+double time_operation(const Prepare& prepare, DType dtype, double budget_s, int max_repeats) {
     Data data(dtype);
     set_matmul_choices("");
-    operation.prepare(data);
+    prepare(data);
     data.arena.reserve();
-    const Launch launch = operation.prepare(data);
-    return seconds_of(launch, budget_s, max_repeats);
+    return seconds_of(prepare(data), budget_s, max_repeats);
 }
 
 void print_limits(DType dtype, double budget_s, int max_repeats) {
     const bool cpu = device().is_cpu;
     const int64_t copy_n = cpu ? 1 << 22 : int64_t{1} << 30, n = cpu ? 256 : 8192;  // GPU: 4 GiB from here to there
-    const Operation copy{
-        "", "", "", 0, 0, [=](Data& d) -> Launch {
-            const Tensor from = d.floats({copy_n}), to = d.floats({copy_n});
-            if (!d.counting()) cudaCheck(cudaMemsetAsync(from.data, 1, from.bytes(), device().stream));
-            return [=] {
-                cudaCheck(cudaMemcpyAsync(to.data, from.data, from.bytes(), cudaMemcpyDeviceToDevice, device().stream));
-            };
-        }};
-    const Operation product{"", "", "", 0, 0, [=](Data& d) -> Launch {
-                                const Tensor out = d.empty({n, n}), a = d.random({n, n}), b = d.random({n, n});
-                                return [=] { matmul(out, a, b, {.transpose_b = true}, device().stream); };
-                            }};
+    const auto copy = [=](Data& d) -> Launch {
+        const Tensor from = d.floats({copy_n}), to = d.floats({copy_n});
+        if (!d.counting()) cudaCheck(cudaMemsetAsync(from.data, 1, from.bytes(), device().stream));
+        return [=] {
+            cudaCheck(cudaMemcpyAsync(to.data, from.data, from.bytes(), cudaMemcpyDeviceToDevice, device().stream));
+        };
+    };
+    const auto product = [=](Data& d) -> Launch {
+        const Tensor out = d.empty({n, n}), a = d.random({n, n}), b = d.random({n, n});
+        return [=] { matmul(out, a, b, {.transpose_b = true}, device().stream); };
+    };
     const double size = static_cast<double>(n);
     std::printf("limit\tcopy\t%.6g\n",
                 2 * 4 * static_cast<double>(copy_n) / time_operation(copy, dtype, budget_s, max_repeats));
@@ -489,7 +480,7 @@ int main(int argc, char** argv) {
         check(B > 0 && T > 0 && max_repeats >= 3, "--batch and --seq must be positive, --repeats at least 3");
         if (limits) return print_limits(dtype, budget_s, max_repeats);
         for (const Operation& operation : chosen(operations(load_config(model), B, T, dtype), only)) {
-            const double seconds = time_operation(operation, dtype, budget_s, max_repeats);
+            const double seconds = time_operation(operation.prepare, dtype, budget_s, max_repeats);
             std::printf("kernel\t%s\t%s\t%s\t%.6g\t%.6g\t%.6g\n", operation.name.c_str(), operation.pass.c_str(),
                         operation.shape.c_str(), seconds, operation.bytes, operation.flops);
             std::fflush(stdout);
