@@ -23,7 +23,6 @@
 #include "llm.h"
 
 #include <algorithm>
-#include <cctype>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -74,12 +73,12 @@ struct KernelTimes {
     std::map<std::string, double> others_s;
     // One tier of our attention ("attention hopper"). It is compared with the opponents' time for "attention", and left
     // out of the means, which contain "attention" itself.
-    bool is_tier() const { return operation.rfind("attention ", 0) == 0; }
+    bool is_tier() const { return operation.starts_with("attention "); }
     // The fastest of those whose name starts with `who`; "" and 0 if there is none.
     std::pair<std::string, double> best(const std::string& who) const {
         std::pair<std::string, double> found{"", 0};
         for (const auto& [name, s] : others_s)
-            if (name.rfind(who, 0) == 0 && (found.second == 0 || s < found.second)) found = {name, s};
+            if (name.starts_with(who) && (found.second == 0 || s < found.second)) found = {name, s};
         return found;
     }
 };
@@ -356,15 +355,12 @@ struct Event {
     std::string base() const { return name.substr(0, name.find('<')); }
 };
 
-std::string lower(std::string text) {
-    for (char& c : text) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
-    return text;
+// The CPU device gives the kernel the optimizer's name; nvcc gives it that of its template's argument.
+bool is_adamw(const std::string& name) {
+    return std::regex_search(name, std::regex("adamw|adamupdate", std::regex::icase));
 }
 
-// The CPU device gives the kernel the optimizer's name; nvcc gives it that of its template's argument.
-bool is_adamw(const std::string& name) { return std::regex_search(lower(name), std::regex("adamw|adamupdate")); }
-
-bool is_copy(const std::string& name) { return lower(name).rfind("mem", 0) == 0; }  // memset, memcpy
+bool is_copy(const std::string& name) { return name.starts_with("mem"); }  // memset, memcpy
 
 // Of each event of a step the launch of the account that it belongs to, or launches.size(). Our kernels have the names
 // that the account gives them; a product has any name of the library's. But one product is a row of several events on a
@@ -385,7 +381,7 @@ std::vector<size_t> match(const std::vector<Event>& events, const std::vector<La
         const auto at = known.find(event.base());
         const bool library = at == known.end() && !event.ours && !is_copy(event.name);
         event_ids.push_back(at != known.end() ? at->second : library ? kProduct : kUnknown);
-        weights.push_back(is_copy(event.name) ? 1 : !library ? 4 : event.name.rfind("cublasLt::", 0) == 0 ? 2 : 3);
+        weights.push_back(is_copy(event.name) ? 1 : !library ? 4 : event.name.starts_with("cublasLt::") ? 2 : 3);
     }
     check((n_events + 1) * (n_launches + 1) < size_t{1} << 29, "a step of ", n_events,
           " kernels is too long to compare with its account: profile one with fewer micro-batches");

@@ -181,7 +181,7 @@ double parse_number(const std::string& text) {
         }
         fail("\"", text, "\": the formats are fp32, tf32, bf16, fp16, e5m2 and e4m3");
     }
-    if (text.rfind("2^", 0) == 0) {
+    if (text.starts_with("2^")) {
         const long long exponent = all_of(text.substr(2), to_integer);
         check(std::abs(exponent) < 1022, "\"", text, "\": the exponent must lie between -1022 and 1022");
         return std::ldexp(1.0, static_cast<int>(exponent));
@@ -592,7 +592,7 @@ void run(const std::vector<std::string>& arguments) {
         else if (flag == "--steps") o.steps = count(0);
         else if (flag == "--batch") o.batch = count(1);
         else if (flag == "--seq") o.seq = count(1);
-        else if (flag.rfind("--", 0) == 0) fail(flag, ": unknown flag; --help lists them");
+        else if (flag.starts_with("--")) fail(flag, ": unknown flag; --help lists them");
         else numbers.push_back(flag);
     }
     check(gradients || gradient_flag.empty(), gradient_flag, " needs --gradients");

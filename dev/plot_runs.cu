@@ -114,7 +114,7 @@ void run(const std::vector<std::string>& arguments) {
         }
         if (arguments[i] == "--smooth") {
             n_smooth = parse_count("--smooth", ++i < arguments.size() ? arguments[i] : "");
-        } else if (arguments[i].rfind("--", 0) == 0) {
+        } else if (arguments[i].starts_with("--")) {
             fail(arguments[i], ": unknown flag; --help lists them");
         } else {
             (out.empty() ? out : folders.emplace_back()) = arguments[i];

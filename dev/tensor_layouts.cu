@@ -125,7 +125,7 @@ int main(int argc, char** argv) {
             const std::string argument = argv[i];
             if (argument == "--mode" && i + 1 < argc) mode = argv[++i];
             else if (argument == "--ranks" && i + 1 < argc) ranks = narrow(parse_count(argument, argv[++i]), "--ranks");
-            else if (argument.rfind("--", 0) == 0 || !path.empty())
+            else if (argument.starts_with("--") || !path.empty())
                 fail(argument, ": use tensor_layouts OUT.png [--mode 2d --ranks 9]");
             else path = argument;
         }
