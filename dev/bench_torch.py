@@ -119,7 +119,7 @@ def attention(qkv, s, cos=None, sin=None):
 # Timing
 
 
-def seconds_of(run, budget=0.2, graph=True):
+def seconds_of(run, budget):
     """Median seconds of run(), between CUDA events, all repeats queued at once. On the GPU run() is captured in a CUDA graph
     where that works: Python and PyTorch's dispatcher then take no time."""
     for _ in range(3):
@@ -132,15 +132,14 @@ def seconds_of(run, budget=0.2, graph=True):
             times.append(time.perf_counter() - start)
         return statistics.median(times)
     launch = run
-    if graph:
-        try:
-            captured = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(captured, stream=torch.cuda.current_stream()):
-                run()
-            launch = captured.replay
-        except RuntimeError as error:
-            say("not captured in a graph:", str(error).splitlines()[0])
-            torch.cuda.synchronize()
+    try:
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured, stream=torch.cuda.current_stream()):
+            run()
+        launch = captured.replay
+    except RuntimeError as error:
+        say("not captured in a graph:", str(error).splitlines()[0])
+        torch.cuda.synchronize()
     times = []
     for repeats in (3, None):
         n = repeats or max(5, min(50, int(budget / max(min(times), 1e-7))))
@@ -154,13 +153,14 @@ def seconds_of(run, budget=0.2, graph=True):
     return statistics.median(times)
 
 
-def kernels_that_ran(run, words):
-    """Names of the GPU kernels of run() that contain one of the words."""
+def attention_kernels_of(run):
+    """Names of the GPU kernels of run() that may be attention's."""
     if not CUDA:
         return "on the CPU"
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()
+    words = ("attention", "flash", "fmha", "sdpa", "cudnn")
     names = {event.key for event in profiler.key_averages() if any(word in event.key.lower() for word in words)}
     return ", ".join(sorted(name[:60] for name in names)) or "no kernel of that name"
 
@@ -205,7 +205,7 @@ def bench_kernels(s, args):
         for who in who_list or ways:
             try:
                 with context():
-                    g = prepared(f, "compile" if who == "compile" else "eager")
+                    g = prepared(f, who)
                     inputs = make()
                     report(who, name, "forward", shape, lambda: g(*inputs))
                     outputs = g(*inputs)
@@ -324,7 +324,7 @@ class Block(nn.Module):
         self.up = nn.Linear(s.C, s.F if s.gpt2 else 2 * s.F, bias=bias)
         self.down = nn.Linear(s.F, s.C, bias=bias)
 
-    def forward(self, x, cos=None, sin=None):
+    def forward(self, x, cos, sin):
         x = x + self.attn_out(attention(self.qkv(self.norm1(x)), self.s, cos, sin))
         h = self.up(self.norm2(x))
         if self.s.gpt2:
@@ -338,7 +338,6 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self, s, T):
         super().__init__()
-        self.s = s
         self.wte = nn.Embedding(s.Vp, s.C)
         self.wpe = nn.Embedding(s.T_max, s.C) if s.gpt2 else None
         self.blocks = nn.ModuleList(Block(s) for _ in range(s.L))
@@ -429,10 +428,10 @@ def bench_train(s, args):
                 if args.precision == "autocast" and dtype != torch.float32 else contextlib.nullcontext())
     forward = model
     if args.compile == "full":
-        forward = torch.compile(model, dynamic=False, mode=args.mode)
+        forward = torch.compile(model, dynamic=False)
     elif args.compile == "blocks":  # one compilation for all blocks: for models that are too deep to wait for
         for block in model.blocks:
-            block.compile(dynamic=False, mode=args.mode)
+            block.compile(dynamic=False)
 
     batches = [torch.randint(0, s.V, (2, B, T), device=DEVICE) for _ in range(4)]
     static = batches[0].clone()
@@ -459,9 +458,9 @@ def bench_train(s, args):
         # All steps use the same batch: if the loss does not go down, the training is wrong.
         if not (all(math.isfinite(x) for x in losses) and losses[-1] < losses[0] and abs(losses[0] - math.log(s.V)) < 1.0):
             raise RuntimeError(f"the loss does not go down from log V = {math.log(s.V):.2f}: {losses}")
-        kernels = kernels_that_ran(step, ("attention", "flash", "fmha", "sdpa", "cudnn"))
+        kernels = attention_kernels_of(step)
         run, how = step, "no graph"
-        if CUDA and args.graph:
+        if CUDA:
             try:
                 for p in weights:
                     p.grad = None  # the captured backward makes them, in the graph's own memory
@@ -483,7 +482,7 @@ def bench_train(s, args):
             raise RuntimeError(f"the loss is {loss}")
     peak = torch.cuda.max_memory_reserved() if CUDA else 0
     how_exact = "fp32" if dtype == torch.float32 else args.precision + " " + args.dtype
-    compiled = f"compiled ({args.compile}{', ' + args.mode if args.mode else ''})" if args.compile else "eager"
+    compiled = f"compiled ({args.compile})" if args.compile else "eager"
     note = (f"{compiled}, {how}, {how_exact}, SDPA {backend}{'' if s.native_gqa else ' with repeated heads'} ({kernels}), "
             f"loss {losses[0]:.2f} -> {losses[-1]:.2f}, ready after {compile_s:.0f} s"
             + (f", allocator {peak / 2**30:.1f} GiB" if peak else ""))
@@ -510,8 +509,6 @@ def main():
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--precision", choices=["autocast", "master", "pure"], default="autocast")
     parser.add_argument("--compile", choices=["full", "blocks", ""], default="full" if CUDA else "")
-    parser.add_argument("--mode", help="torch.compile's mode, as max-autotune-no-cudagraphs")
-    parser.add_argument("--graph", type=int, default=1, help="0: no CUDA graph of the training step")
     parser.add_argument("--steps", type=int, default=20, help="timed steps")
     parser.add_argument("--warmup", type=int, default=6, help="steps before, all on one batch: the loss must go down")
     parser.add_argument("--lr", type=float, default=1e-4)
