@@ -18,7 +18,7 @@ namespace {
 
 constexpr int kD = 64;            // columns of a head
 constexpr float kScale = 0.125f;  // 1 / sqrt(D)
-constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
+constexpr float kLog2e = 1.44269504f;
 constexpr float kScale2 = kScale * kLog2e;  // exp(kScale x) = 2^(kScale2 x), which is one instruction
 
 constexpr int kBlock = 128, kWarps = kBlock / kWarp;

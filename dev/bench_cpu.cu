@@ -147,7 +147,7 @@ int main(int argc, char** argv) {
             else if (flag == "--batch") job.batch = number();
             else if (flag == "--seq") job.seq = number();
             else if (flag == "--dtype" && (value == "fp32" || value == "bf16")) job.dtype = value;
-            else check(false, flag, " ", value, ": bench_cpu does not know this");
+            else fail(flag, " ", value, ": bench_cpu does not know this");
         }
         bench(job);
     });
