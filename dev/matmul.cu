@@ -33,7 +33,7 @@
 
 namespace {
 
-// The arguments of each rung. A rung that supports only one dtype tests this with check().
+// The arguments of each rung.
 struct Problem {
     Tensor out, a, b;
     int64_t M, N, K;
@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(kBlock, 2)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Launchers of rungs 1 to 6: one form for 1 to 3, one for 4, one for 5 and 6.
+// The launcher of rungs 1 to 6.
 
 template <class T>
 using MatmulKernel = void(T* out, const T* a, const T* b, int64_t M, int64_t N, int64_t K);
@@ -281,48 +281,9 @@ void launch(const Problem& p, int tile, dim3 block, cudaStream_t stream) {
     cudaCheckLaunch();
 }
 
-void matmul_naive(const Problem& p, cudaStream_t stream) {
-    dispatch(p.out.dtype, [&](auto zero) {
-        using T = decltype(zero);
-        launch<T, matmul_naive_kernel<T>>(p, kSide, dim3(kSide, kSide), stream);
-    });
-}
-void matmul_coalesced(const Problem& p, cudaStream_t stream) {
-    dispatch(p.out.dtype, [&](auto zero) {
-        using T = decltype(zero);
-        launch<T, matmul_coalesced_kernel<T>>(p, kSide, dim3(kSide, kSide), stream);
-    });
-}
-void matmul_shared(const Problem& p, cudaStream_t stream) {
-    dispatch(p.out.dtype, [&](auto zero) {
-        using T = decltype(zero);
-        launch<T, matmul_shared_kernel<T>>(p, kSide, dim3(kSide, kSide), stream);
-    });
-}
-void matmul_registers(const Problem& p, cudaStream_t stream) {
-    dispatch(p.out.dtype, [&](auto zero) {
-        using T = decltype(zero);
-        launch<T, matmul_registers_kernel<T>>(p, kTile, kBlock, stream);
-    });
-}
-
 template <class T>
 bool rows_are_packs(const Problem& p) {
     return p.K % Packed<T>::n == 0 && p.N % Packed<T>::n == 0;
-}
-void matmul_vectorised(const Problem& p, cudaStream_t stream) {
-    dispatch(p.out.dtype, [&](auto zero) {
-        using T = decltype(zero);
-        if (rows_are_packs<T>(p)) launch<T, matmul_vectorised_kernel<T, Packed<T>::n>>(p, kTile, kBlock, stream);
-        else launch<T, matmul_vectorised_kernel<T, 1>>(p, kTile, kBlock, stream);
-    });
-}
-void matmul_double_buffered(const Problem& p, cudaStream_t stream) {
-    dispatch(p.out.dtype, [&](auto zero) {
-        using T = decltype(zero);
-        if (rows_are_packs<T>(p)) launch<T, matmul_double_buffered_kernel<T, Packed<T>::n>>(p, kTile, kBlock, stream);
-        else launch<T, matmul_double_buffered_kernel<T, 1>>(p, kTile, kBlock, stream);
-    });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -452,21 +413,34 @@ void climb(Ladder& ladder) {
     ladder.table("matmul", Limit::matmul,
                  2.0 * static_cast<double>(M) * static_cast<double>(N) * static_cast<double>(K));
     ladder.expects(expectations);
-    const auto rung = [&](const char* name, const char* why, void (*launch)(const Problem&, cudaStream_t)) {
-        ladder.rung(name, why, [&](cudaStream_t stream) { launch(p, stream); });
-    };
-    rung("naive", "one thread per element, a warp along a column", matmul_naive);
-    rung("coalesced", "a warp along a row", matmul_coalesced);
-    rung("shared tiles", "each number fetched once for 32 threads", matmul_shared);
-    rung("register tiles", "8 x 8 elements per thread", matmul_registers);
-    rung("vectorised", "16 bytes per load", matmul_vectorised);
-    rung("double buffered", "load the next tile while multiplying this one", matmul_double_buffered);
+    dispatch(ladder.dtype(), [&](auto zero) {
+        using T = decltype(zero);
+        constexpr int n = Packed<T>::n;
+        const dim3 square(kSide, kSide);
+        const bool packs = rows_are_packs<T>(p);
+        ladder.rung("naive", "one thread per element, a warp along a column",
+                    [&](auto s) { launch<T, matmul_naive_kernel<T>>(p, kSide, square, s); });
+        ladder.rung("coalesced", "a warp along a row",
+                    [&](auto s) { launch<T, matmul_coalesced_kernel<T>>(p, kSide, square, s); });
+        ladder.rung("shared tiles", "each number fetched once for 32 threads",
+                    [&](auto s) { launch<T, matmul_shared_kernel<T>>(p, kSide, square, s); });
+        ladder.rung("register tiles", "8 x 8 elements per thread",
+                    [&](auto s) { launch<T, matmul_registers_kernel<T>>(p, kTile, kBlock, s); });
+        ladder.rung("vectorised", "16 bytes per load", [&](auto s) {
+            if (packs) launch<T, matmul_vectorised_kernel<T, n>>(p, kTile, kBlock, s);
+            else launch<T, matmul_vectorised_kernel<T, 1>>(p, kTile, kBlock, s);
+        });
+        ladder.rung("double buffered", "load the next tile while multiplying this one", [&](auto s) {
+            if (packs) launch<T, matmul_double_buffered_kernel<T, n>>(p, kTile, kBlock, s);
+            else launch<T, matmul_double_buffered_kernel<T, 1>>(p, kTile, kBlock, s);
+        });
+    });
     // A rung on tensor cores, unless the dtype or the device rules it out.
     const auto tensor_rung = [&](const char* name, const char* why, void (*launch)(const Problem&, cudaStream_t),
                                  const char* why_not) {
         if (ladder.dtype() == DType::f32) why_not = "needs --dtype bf16 or f16";
         if (why_not) ladder.no_rung(name, why_not);
-        else rung(name, why, launch);
+        else ladder.rung(name, why, [&](auto s) { launch(p, s); });
     };
     const char* why_no_wgmma = no_wgmma(p);
     tensor_rung("tensor cores", "mma.sync, 64 x 32 elements per warp; cp.async, swizzled", matmul_mma, no_stages(2));
@@ -475,7 +449,7 @@ void climb(Ladder& ladder) {
     tensor_rung("persistent", "128 x 256; the next tile is loaded while this one is stored", matmul_wgmma_persistent,
                 why_no_wgmma);
     tensor_rung("product (Hopper)", "warps of their own finish a tile; a long K is cut", matmul_hopper, why_no_wgmma);
-    rung("product", "cuBLASLt", matmul_product);
+    ladder.rung("product", "cuBLASLt", [&](auto s) { matmul_product(p, s); });
 }
 
 }  // namespace
