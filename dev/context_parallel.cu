@@ -228,10 +228,9 @@ void print_costs(const Sizes& s) {
     Cost costs[3];
     for (int64_t round = 0; round < s.rounds; ++round)
         for (int i = 0; i < 3; ++i) {
-            const Cost cost = run(s, i == 0 ? nullptr : &modes[i - 1]);
-            const double before = costs[i].seconds;
+            Cost cost = run(s, i == 0 ? nullptr : &modes[i - 1]);
+            if (round > 0) cost.seconds = std::min(cost.seconds, costs[i].seconds);
             costs[i] = cost;
-            if (round > 0) costs[i].seconds = std::min(before, cost.seconds);
         }
     std::printf("\nforward and backward        time     of one rank     sent by all\n");
     for (int i = 0; i < 3; ++i)

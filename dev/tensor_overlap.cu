@@ -119,11 +119,10 @@ void climb(const Sizes& s) {
     Result best[3];
     for (int64_t round = 0; round < s.rounds; ++round)
         for (int step = 0; step < 3; ++step) {
-            const Result result = run(s, step);
+            Result result = run(s, step);
             check(result.error < 1e-5, kSteps[step], ": off by ", result.error, " of the largest number");
-            const double before = round == 0 ? result.seconds : best[step].seconds;
+            if (round > 0) result.seconds = std::min(result.seconds, best[step].seconds);
             best[step] = result;
-            best[step].seconds = std::min(before, result.seconds);
         }
     std::printf("| step | version | ms | of step 1 | a rank sends | error |\n| --- | --- | --- | --- | --- | --- |\n");
     for (int step = 0; step < 3; ++step)
