@@ -19,15 +19,10 @@ std::string single(const std::string& name, const char* type, const std::string&
     return concat(head(name, type, help), name, " ", value, "\n");
 }
 
-const char* name_of(Outcome outcome) {
-    switch (outcome) {
-        case Outcome::completed: return "completed";
-        case Outcome::cancelled: return "cancelled";
-        case Outcome::timed_out: return "timed_out";
-        case Outcome::failed: return "failed";
-    }
-    return "";
-}
+constexpr std::pair<Outcome, const char*> kOutcomes[] = {{Outcome::completed, "completed"},
+                                                         {Outcome::cancelled, "cancelled"},
+                                                         {Outcome::timed_out, "timed_out"},
+                                                         {Outcome::failed, "failed"}};
 
 }  // namespace
 
@@ -79,10 +74,10 @@ int64_t Metrics::answer_tokens() const {
 std::string Metrics::text(const EngineView& engine) const {
     const std::lock_guard lock(mutex_);
     std::string text = head("llm_requests_total", "counter", "requests that have ended, by outcome");
-    for (const Outcome outcome : {Outcome::completed, Outcome::cancelled, Outcome::timed_out, Outcome::failed}) {
+    for (const auto& [outcome, name] : kOutcomes) {
         const auto found = outcomes_.find(outcome);
-        text += concat("llm_requests_total{outcome=\"", name_of(outcome), "\"} ",
-                       found == outcomes_.end() ? 0 : found->second, "\n");
+        text +=
+            concat("llm_requests_total{outcome=\"", name, "\"} ", found == outcomes_.end() ? 0 : found->second, "\n");
     }
     text += head("llm_answers_total", "counter", "answers that are complete, by their finish_reason");
     for (const auto& [reason, n] : finish_reasons_)
