@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""dev/floors.py: no file includes upwards.   run: dev/floors.py           the check; one line for each wrong include or folder
-                                                dev/floors.py --draw    the same as a picture: doc/floors.svg
+"""dev/floors.py: no file includes upwards.   run: dev/floors.py     one line for each wrong include or folder
+                                                                  (make flags draws the floors: doc/floors.svg)
 
 The Makefile's variable FLOORS holds the order, from the ground up; "|" stands between two floors. A file includes headers
 of its own folder and of folders on lower floors. Two folders on one floor do not include each other. A folder that stands
@@ -188,12 +188,8 @@ def draw():
 
 
 if __name__ == '__main__':
-    if sys.argv[1:] not in ([], ['--draw']):
+    if sys.argv[1:]:
         show_usage(__doc__)
-    if sys.argv[1:] == ['--draw']:
-        with open(os.path.join(ROOT, 'doc', 'floors.svg'), 'w', encoding='utf-8') as file:
-            file.write(draw())
-        sys.exit(0)
     wrong = check()
     for line in wrong:
         print(line)
