@@ -87,13 +87,12 @@ kernel_size() {
 # The batch sizes that training tries, the same for all programs.
 batches() {
     case $1-$2 in
-        gpt2-1024) echo "${BATCHES:-64 32}" ;;
-        gpt2-4096) echo "${BATCHES:-16 8}" ;;
-        gpt2-xl-1024) echo "${BATCHES:-16 8}" ;;
-        gpt2-xl-4096) echo "${BATCHES:-4 2}" ;;
-        llama-1b-1024) echo "${BATCHES:-16 32}" ;;
-        llama-1b-4096) echo "${BATCHES:-4 8}" ;;
-        *) echo "${BATCHES:-2}" ;;
+        gpt2-1024) echo 64 32 ;;
+        gpt2-4096 | gpt2-xl-1024) echo 16 8 ;;
+        gpt2-xl-4096) echo 4 2 ;;
+        llama-1b-1024) echo 16 32 ;;
+        llama-1b-4096) echo 4 8 ;;
+        *) echo 2 ;;
     esac
 }
 # A model's config.json, for all sides. GPT-2 gets as many positions as the longest sequence asks for.
@@ -192,7 +191,7 @@ train_ours() {
 train_torch() {
     local model=$1 seq=$2 batch=$3 precision=$4 compile=()
     # 48 blocks, unrolled, take minutes to compile: one compilation for all of them.
-    [ $device = cuda ] && case $model in gpt2-xl | gpt2-large) compile=(--compile "${TORCH_COMPILE:-blocks}") ;; *) compile=(--compile "${TORCH_COMPILE:-full}") ;; esac
+    [ $device = cuda ] && case $model in gpt2-xl | gpt2-large) compile=(--compile blocks) ;; esac
     if run_watched "$LLM_PYTHON" dev/bench_torch.py train --config "$out/$model.json" --seq "$seq" --batch "$batch" --dtype "$DTYPE" \
         --precision "$precision" --steps "$STEPS" --budget "$KERNEL_SECONDS" "${compile[@]}"; then
         awk -F '\t' -v OFS='\t' -v model="$model" -v peak="$peak" '$1 == "train" { print $1, $2, model, $3, $4, $5, peak, $7 }' "$work/out" >> "$tsv"
@@ -226,8 +225,8 @@ train_llmc() {
 }
 bench_training() {
     local model=$1 seq=$2 batch precision
-    "$build/dev/bench_report" tokens "$out/$model.json" "$work/$model.bin" "${TOKENS:-$([ $device = cuda ] && echo 4000000 || echo 100000)}" 2>> "$log" || return
-    for batch in $(batches "$model" "$seq"); do
+    "$build/dev/bench_report" tokens "$out/$model.json" "$work/$model.bin" $([ $device = cuda ] && echo 4000000 || echo 100000) 2>> "$log" || return
+    for batch in ${BATCHES:-$(batches "$model" "$seq")}; do
         time_is_up "training $model, $batch x $seq" && return
         say "bench: training $model, $batch x $seq"
         train_ours "$model" "$seq" "$batch"
