@@ -60,7 +60,7 @@ add() {
 # run NAME FILE COMMAND...: the output goes to FILE, and to the log.
 run() {
     local file=$2 status=0
-    { echo "==== $1: ${*:3}"; } >> "$log"
+    echo "==== $1: ${*:3}" >> "$log"
     set -m
     timeout "$(seconds_left)" "${@:3}" > "$file" 2>&1 &
     set +m

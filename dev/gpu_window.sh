@@ -66,7 +66,7 @@ limited() {
     shift
     [ "$limit" -gt "$(left)" ] && limit=$(left)
     [ "$(left)" -lt 5 ] && echo "no time left" > "$work/out" && return 124
-    { echo "==== $((SECONDS)) s, at most $limit s: $*"; } >> "$log"
+    echo "==== $SECONDS s, at most $limit s: $*" >> "$log"
     setsid timeout --kill-after=2 "$limit" "$@" > "$work/out" 2>&1 &
     session=$!
     wait "$session" || status=$?
