@@ -51,20 +51,17 @@ namespace {
 // A word of the file, fit for an error of one line: a line end in it is written as \n.
 std::string in_quotes(const std::string& word) { return JsonText(word).str(); }
 
-// Reads values out of a config.json, naming file and key when one is missing or of another kind.
+// Reads values out of an object of a config.json, naming file and key when one is missing or of another kind.
 class ConfigReader {
   public:
-    explicit ConfigReader(const std::string& path) : path_(path), object_(read_json_file(path)) {
-        check(object_.isObject(), path, ": expected a JSON object");
-    }
+    ConfigReader(const std::string& path, const Json::Value& object) : path_(path), object_(object) {}
     // Where a key is optional, null and a missing key mean the same to transformers, but for those that ask is_null.
-    bool has(const Json::Value& object, const char* key) const { return !member(object, key).isNull(); }
-    bool has(const char* key) const { return has(object_, key); }
+    bool has(const char* key) const { return !member(object_, key).isNull(); }
     bool is_null(const char* key) const { return ::has(object_, key) && !has(key); }
 
-    int64_t integer(const Json::Value& object, const char* key) const {
-        check(has(object, key), path_, ": \"", key, "\" is missing");
-        const Json::Value& number = member(object, key);
+    int64_t integer(const char* key) const {
+        check(has(key), path_, ": \"", key, "\" is missing");
+        const Json::Value& number = member(object_, key);
         int64_t value = 0;
         // Sizes are multiplied by each other in 64 bits: of two at a time here, and of more after check_config().
         constexpr int64_t most = std::numeric_limits<int32_t>::max();
@@ -72,38 +69,25 @@ class ConfigReader {
               JsonText(number).str(), ", expected a whole number from 1 to ", most);
         return value;
     }
-    int64_t integer(const char* key) const { return integer(object_, key); }
     int64_t integer(const char* key, int64_t otherwise) const { return has(key) ? integer(key) : otherwise; }
-    double number(const Json::Value& object, const char* key, double otherwise) const {
-        if (!has(object, key)) return otherwise;
+    double number(const char* key, double otherwise) const {
+        if (!has(key)) return otherwise;
         double value = 0;
-        check(read_value(member(object, key), value), path_, ": \"", key, "\" is not a number");
+        check(read_value(member(object_, key), value), path_, ": \"", key, "\" is not a number");
         check(std::isfinite(value) && value > 0, path_, ": \"", key, "\" is ", value, ", expected a positive number");
         return value;
     }
-    double number(const char* key, double otherwise) const { return number(object_, key, otherwise); }
     // A whole number that may be 0.
     int64_t count(const char* key) const { return member(object_, key) == Json::Value(0) ? 0 : integer(key); }
-    bool boolean(const Json::Value& object, const char* key, bool otherwise) const {
-        check(!has(object, key) || read_value(member(object, key), otherwise), path_, ": \"", key,
-              "\" is not true or false");
+    bool boolean(const char* key, bool otherwise) const {
+        check(!has(key) || read_value(member(object_, key), otherwise), path_, ": \"", key, "\" is not true or false");
         return otherwise;
     }
-    bool boolean(const char* key, bool otherwise) const { return boolean(object_, key, otherwise); }
     // Of a key that is true where it is missing, and for which transformers takes null for false.
-    static bool is_true(const Json::Value& object, const char* key) {
-        return !::has(object, key) || member(object, key) == Json::Value(true);
-    }
-    std::string text(const Json::Value& object, const char* key, std::string otherwise) const {
-        check(!has(object, key) || read_value(member(object, key), otherwise), path_, ": \"", key,
-              "\" is not a string");
+    bool is_true(const char* key) const { return !::has(object_, key) || member(object_, key) == Json::Value(true); }
+    std::string text(const char* key, std::string otherwise) const {
+        check(!has(key) || read_value(member(object_, key), otherwise), path_, ": \"", key, "\" is not a string");
         return otherwise;
-    }
-    std::string text(const char* key, const std::string& otherwise) const { return text(object_, key, otherwise); }
-    // For a key of which only one value is supported.
-    void must_be(const char* key, const std::string& only) const {
-        const std::string value = text(key, only);
-        check(value == only, path_, ": \"", key, "\" is ", in_quotes(value), "; this program supports \"", only, "\"");
     }
     const Json::Value& object() const { return object_; }
     const std::string& path() const { return path_; }
@@ -126,8 +110,9 @@ Config read_gpt2(const ConfigReader& in, const std::string&) {
     // Three names of the form with tanh, layers/gelu.cu. "gelu", with erf, gives slightly other numbers.
     const std::string activation = in.text("activation_function", "gelu_new");
     if (is_feed_forward(activation)) c.feed_forward = activation;
-    else if (activation != "gelu_pytorch_tanh" && activation != "gelu_fast")
-        in.must_be("activation_function", "gelu_new");
+    else
+        check(activation == "gelu_new" || activation == "gelu_pytorch_tanh" || activation == "gelu_fast", in.path(),
+              ": \"activation_function\" is ", in_quotes(activation), "; this program supports \"gelu_new\"");
     c.V = in.integer("vocab_size");
     c.T_max = in.integer("n_positions", 1024);
     c.F = in.integer("n_inner", 4 * c.C);
@@ -150,7 +135,8 @@ const std::pair<const char*, RopeKind> kRopeKinds[] = {{"llama3", RopeKind::llam
                                                        {"linear", RopeKind::linear},
                                                        {"dynamic", RopeKind::dynamic}};
 
-RopeScaling read_rope_scaling(const ConfigReader& in, const Json::Value& rope, const std::string& type, int64_t T_max) {
+RopeScaling read_rope_scaling(const ConfigReader& in, const ConfigReader& rope, const std::string& type,
+                              int64_t T_max) {
     const auto* known = std::find_if(std::begin(kRopeKinds), std::end(kRopeKinds),
                                      [&](const auto& kind) { return kind.first == type; });
     check(known != std::end(kRopeKinds), in.path(), ": rope_type ", in_quotes(type),
@@ -158,32 +144,32 @@ RopeScaling read_rope_scaling(const ConfigReader& in, const Json::Value& rope, c
     RopeScaling to;
     to.kind = known->second;
     // YaRN alone can do without a factor: then it is how much longer the sequences are than the original ones.
-    check(to.kind == RopeKind::yarn || in.has(rope, "factor"), in.path(), ": rope_type ", type, " needs a \"factor\"");
-    to.factor = in.number(rope, "factor", 1.0);
+    check(to.kind == RopeKind::yarn || rope.has("factor"), in.path(), ": rope_type ", type, " needs a \"factor\"");
+    to.factor = rope.number("factor", 1.0);
     const auto mscale = [&](const char* key) {  // 0 is as if it were not there
         double value = 0;
-        return read_value(member(rope, key), value) && value == 0 ? 0 : in.number(rope, key, 0.0);
+        return read_value(member(rope.object(), key), value) && value == 0 ? 0 : rope.number(key, 0.0);
     };
     to.mscale = mscale("mscale");
     to.mscale_all_dim = mscale("mscale_all_dim");
     if (to.kind == RopeKind::linear) return to;
     // As transformers has it: a length beside rope_scaling goes before one in it, and without both it is the longest.
     const char* const original = "original_max_position_embeddings";
-    const int64_t in_rope = in.has(rope, original) ? in.integer(rope, original) : T_max;
+    const int64_t in_rope = rope.integer(original, T_max);
     to.original_max_position = to.kind == RopeKind::dynamic ? T_max : in.integer(original, in_rope);
-    to.low_freq_factor = in.number(rope, "low_freq_factor", to.low_freq_factor);
-    to.high_freq_factor = in.number(rope, "high_freq_factor", to.high_freq_factor);
+    to.low_freq_factor = rope.number("low_freq_factor", to.low_freq_factor);
+    to.high_freq_factor = rope.number("high_freq_factor", to.high_freq_factor);
     const auto must_be_below = [&](const char* first, double a, const char* second, double b) {
         check(to.factor == 1 || a < b, in.path(), ": ", first, " ", a, " must be below ", second, " ", b);
     };
     if (to.kind == RopeKind::llama3)
         must_be_below("low_freq_factor", to.low_freq_factor, "high_freq_factor", to.high_freq_factor);
     if (to.kind != RopeKind::yarn) return to;
-    check(in.is_true(rope, "truncate"), in.path(), ": YaRN's truncate is supported only where it is true");
-    to.attention_factor = in.number(rope, "attention_factor", 0.0);
-    to.factor = in.number(rope, "factor", static_cast<double>(T_max) / static_cast<double>(to.original_max_position));
-    to.beta_fast = in.number(rope, "beta_fast", to.beta_fast);
-    to.beta_slow = in.number(rope, "beta_slow", to.beta_slow);
+    check(rope.is_true("truncate"), in.path(), ": YaRN's truncate is supported only where it is true");
+    to.attention_factor = rope.number("attention_factor", 0.0);
+    to.factor = rope.number("factor", static_cast<double>(T_max) / static_cast<double>(to.original_max_position));
+    to.beta_fast = rope.number("beta_fast", to.beta_fast);
+    to.beta_slow = rope.number("beta_slow", to.beta_slow);
     must_be_below("beta_slow", to.beta_slow, "beta_fast", to.beta_fast);
     return to;
 }
@@ -194,14 +180,14 @@ void read_rope(const ConfigReader& in, Config& c) {
     // Where a file has both, transformers takes rope_scaling, if there is anything in it.
     const bool scaling = in.has("rope_scaling") && !member(in.object(), "rope_scaling").empty();
     const char* key = scaling ? "rope_scaling" : "rope_parameters";
-    const Json::Value& rope = member(in.object(), key);
-    check(rope.isObject() || rope.isNull(), in.path(), ": \"", key, "\" is not an object");
-    for (const Json::Value& value : rope)
+    const ConfigReader rope(in.path(), member(in.object(), key));
+    check(rope.object().isObject() || rope.object().isNull(), in.path(), ": \"", key, "\" is not an object");
+    for (const Json::Value& value : rope.object())
         check(!value.isObject(), in.path(), ": \"", key, "\" for each kind of layers is not supported");
-    c.rope_base = in.number(rope, "rope_theta", in.number("rope_theta", 10000.0));
-    check(in.number(rope, "partial_rotary_factor", in.number("partial_rotary_factor", 1.0)) == 1.0, in.path(),
+    c.rope_base = rope.number("rope_theta", in.number("rope_theta", 10000.0));
+    check(rope.number("partial_rotary_factor", in.number("partial_rotary_factor", 1.0)) == 1.0, in.path(),
           ": partial_rotary_factor is not supported: all columns of a head are rotated");
-    const std::string type = in.text(rope, "rope_type", in.text(rope, "type", "default"));
+    const std::string type = rope.text("rope_type", rope.text("type", "default"));
     if (type != "default") c.rope_scaling = read_rope_scaling(in, rope, type, c.T_max);
 }
 
@@ -348,7 +334,8 @@ Config load_config(const std::string& preset_or_path) {
         fail("no model '", preset_or_path, "': use one of ", comma_list(preset_names()),
              ", or the path of a config.json or of its folder (there is no file ", preset_or_path, ", and no folder ",
              preset_or_path, " with a config.json; models are not downloaded)");
-    const ConfigReader in(path);
+    const ConfigReader in(path, read_json_file(path));
+    check(in.object().isObject(), path, ": expected a JSON object");
     const std::string type = in.text("model_type", "");
     const auto known = std::ranges::find_if(kModelTypes, [&](const auto& its) { return its.name == type; });
     if (known == std::end(kModelTypes)) {
@@ -357,7 +344,7 @@ Config load_config(const std::string& preset_or_path) {
         fail(path, ": model_type ", in_quotes(type), " is not supported, only one of ", names);
     }
     const Config config = known->read(in, type);
-    check(in.is_true(in.object(), "is_causal"), path,
+    check(in.is_true("is_causal"), path,
           ": is_causal is not true: models in which a token sees those after it are not supported");
     check_config(config);
     return config;
