@@ -39,7 +39,7 @@ size_t distance(const std::string& a, const std::string& b) {
 // Is `part` the beginning of `whole` ("learning" of "learning-rate"), or its last word ("steps" of "num-steps")?
 bool is_part(const std::string& part, const std::string& whole) {
     if (part.size() >= whole.size()) return false;
-    const bool begins = whole.rfind(part, 0) == 0 && (part.size() >= 3 || whole[part.size()] == '-');
+    const bool begins = whole.starts_with(part) && (part.size() >= 3 || whole[part.size()] == '-');
     return begins || whole.substr(whole.size() - part.size() - 1) == "-" + part;
 }
 
@@ -64,7 +64,7 @@ std::vector<std::string> nearest_flags(const std::string& name, const std::vecto
 
 // Text that was copied from a page may have a longer dash than a keyboard's: U+2013 or U+2014.
 bool begins_with_dash(const std::string& word) {
-    return word.rfind("-", 0) == 0 || word.rfind("\u2013", 0) == 0 || word.rfind("\u2014", 0) == 0;
+    return word.starts_with('-') || word.starts_with("\u2013") || word.starts_with("\u2014");
 }
 
 // "--Learning_Rate=3e-3" -> "learning-rate".
@@ -101,7 +101,7 @@ std::string explain_unknown(const ProgramWords& program, const std::vector<std::
 // Values
 
 void expect_value(const std::string& flag, const std::string& text) {
-    check(text.rfind("--", 0) != 0, flag, " needs a value, and the next word, ", text,
+    check(!text.starts_with("--"), flag, " needs a value, and the next word, ", text,
           ", is a flag (for a text that begins like this: ", flag, "=TEXT)");
 }
 
@@ -147,7 +147,7 @@ struct WholeNumber {
     uint64_t size;
 };
 WholeNumber read_whole_number(const std::string& flag, const std::string& text, uint64_t largest) {
-    const bool negative = text.rfind("-", 0) == 0, positive = text.rfind("+", 0) == 0;
+    const bool negative = text.starts_with('-'), positive = text.starts_with('+');
     std::optional<Decimal> number = read_decimal(text.substr(negative || positive));
     check(number && number->power >= 0, flag, " ", text, ": give a whole number, as in 1000 or 1e3");
     std::string& digits = number->digits;

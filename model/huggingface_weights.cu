@@ -38,11 +38,7 @@ std::string shape_text(const std::vector<int64_t>& shape) {
 
 // Buffers that old checkpoints carry beside the weights: attention masks and rotary frequencies.
 bool is_known_extra(const std::string& name) {
-    const auto ends_with = [&](const char* end) {
-        const std::string tail = end;
-        return name.size() >= tail.size() && name.compare(name.size() - tail.size(), tail.size(), tail) == 0;
-    };
-    return ends_with(".attn.bias") || ends_with(".attn.masked_bias") || ends_with("rotary_emb.inv_freq");
+    return name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias") || name.ends_with("rotary_emb.inv_freq");
 }
 
 // A head in the file of a model whose head is the embedding: as a copy it says nothing new. Otherwise config.json and

@@ -373,19 +373,16 @@ void advance_fp8(const Model& model, cudaStream_t stream) {
 
 void init_weights(Model& model, uint64_t seed) {
     const double residual_std = model.config.init_std / std::sqrt(2.0 * static_cast<double>(model.config.L));
-    const auto ends_with = [](const std::string& text, const std::string& end) {
-        return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
-    };
     for (const Param& param : model.params) {
         const std::string& name = param.file_name();
         const bool residual =
-            ends_with(name, "c_proj.weight") || ends_with(name, "o_proj.weight") || ends_with(name, "down_proj.weight");
+            name.ends_with("c_proj.weight") || name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight");
         const int64_t here_n = (param.value.shape[0] - param.padded_rows) * (param.value.n() / param.value.shape[0]);
         const int64_t n = param.cut.exists() ? param.cut.rows * param.cut.cols : here_n;
         if (param.decay)
             model.write(param,
                         normal_values(n, residual ? residual_std : model.config.init_std, seed, hash_name(name)));
-        else model.write(param, std::vector<float>(static_cast<size_t>(n), ends_with(name, ".weight") ? 1.0f : 0.0f));
+        else model.write(param, std::vector<float>(static_cast<size_t>(n), name.ends_with(".weight") ? 1.0f : 0.0f));
     }
 }
 
