@@ -37,10 +37,10 @@ int64_t first_width(const Config& c) { return c.q_rank > 0 ? c.q_rank : c.H * c.
 int64_t kv_width(const Config& c) { return c.H * (c.D - c.D_rope + c.D_v); }
 
 void place(Placer& placer, const Config& c, const std::string& prefix, SubLayerParameters& p) {
-    const std::string a = prefix + "self_attn.", first = c.q_rank > 0 ? "q_a_proj" : "q_proj";
+    const std::string a = prefix + "self_attn.";
     p.linears[kQkv] =
         placer.linear(Crossing::enters,
-                      {c.q_rank > 0 ? placer.shared(a + first, c.q_rank) : placer.divided(a + first, c.H * c.D),
+                      {c.q_rank > 0 ? placer.shared(a + "q_a_proj", c.q_rank) : placer.divided(a + "q_proj", c.H * c.D),
                        placer.shared(a + "kv_a_proj_with_mqa", c.kv_rank + c.D_rope)},
                       c.C, false);
     if (c.q_rank > 0) {
