@@ -138,18 +138,18 @@ Config config_of_rank(const Config& c, const TensorLayout& layout) {
     const std::string flags = layout.divides_columns()
                                   ? concat("--tp ", layout.size, " --tp-mode ", tensor_mode_name(layout.mode))
                                   : concat("--tp ", layout.size);
-    const auto divides = [&](int64_t size, const char* what, int64_t parts, const char* among) {
+    const auto divides = [&](int64_t size, const char* what, int64_t parts) {
+        const char* among = layout.divides_columns() ? "by" : "among";
         check(size % parts == 0, flags, ": the model's ", size, " ", what, " cannot be divided ", among, " ", parts,
               parts == n && !layout.divides_columns() ? " ranks: use a divisor of " : ": it must be a divisor of ",
               size);
     };
-    const char* among = layout.divides_columns() ? "by" : "among";
-    divides(c.H, "heads", n, among);
-    divides(c.F, "feed-forward columns", n, among);
+    divides(c.H, "heads", n);
+    divides(c.F, "feed-forward columns", n);
     if (layout.divides_columns()) {
-        divides(c.C, "columns of the residual stream (hidden_size)", std::lcm(columns, inputs), among);
-        divides(c.H * c.value_D(), "columns of all heads", outputs, among);
-        divides(c.F, "feed-forward columns", outputs, among);
+        divides(c.C, "columns of the residual stream (hidden_size)", std::lcm(columns, inputs));
+        divides(c.H * c.value_D(), "columns of all heads", outputs);
+        divides(c.F, "feed-forward columns", outputs);
     }
     check(c.K % n == 0 || n % c.K == 0, flags, ": the model's ", c.K, " key/value heads cannot be given to ", n,
           " ranks evenly: use a divisor or a multiple of ", c.K);
