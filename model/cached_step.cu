@@ -5,8 +5,6 @@
 // in the cache, through its page table.
 #include "model/sublayer.h"
 
-#include <algorithm>
-
 CachePools take_cache_pools(const Model& model, int64_t n_pages, int64_t page_size, DType dtype, Arena& arena) {
     check(dtype == model.precision.dtype || dtype == DType::e4m3, "cache: it holds numbers of the model's type, ",
           dtype_name(model.precision.dtype), ", or e4m3, not ", dtype_name(dtype));
@@ -67,10 +65,10 @@ Activations of_step(const Activations& largest, const StepSizes& sizes) {
     const int64_t N = sizes.tokens, R = sizes.logits;
     Activations acts = largest;
     acts.T = N;
-    acts.tokens = first_rows(largest.tokens.view({largest.T}), N).view({1, N});
-    if (largest.local_tokens.exists())
-        acts.local_tokens = first_rows(largest.local_tokens.view({largest.T}), N).view({1, N});
-    acts.positions = first_rows(largest.positions.view({largest.T}), N).view({1, N});
+    const auto first_of_row = [&](const Tensor& row) { return row.view({largest.T}).slice(0, N).view({1, N}); };
+    acts.tokens = first_of_row(largest.tokens);
+    if (largest.local_tokens.exists()) acts.local_tokens = first_of_row(largest.local_tokens);
+    acts.positions = first_of_row(largest.positions);
     acts.cache_rows = first_rows(largest.cache_rows, N);
     acts.page_table =
         first_rows(largest.page_table, sizes.sequences * sizes.pages).view({sizes.sequences, sizes.pages});
