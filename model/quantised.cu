@@ -11,9 +11,8 @@ namespace {
 // A tensor like this one in the arena, with the same numbers if there is memory for them.
 Tensor copy_of(const Tensor& tensor, const char* what, Arena& arena) {
     if (!tensor.exists()) return {};
-    Tensor copy = arena.take(what, tensor.dtype, {tensor.n()});
-    copy.ndim = tensor.ndim;
-    std::copy(std::begin(tensor.shape), std::end(tensor.shape), std::begin(copy.shape));
+    Tensor copy = tensor;
+    copy.data = arena.take(what, tensor.dtype, {tensor.n()}).data;
     if (!arena.counting())
         cudaCheck(cudaMemcpyAsync(copy.data, tensor.data, tensor.bytes(), cudaMemcpyDefault, device().stream));
     return copy;
@@ -58,9 +57,7 @@ Model quantised_copy(const Model& model, WeightFormat format, Arena& arena) {
             linear->weight = {};
             if (arena.counting()) continue;
             const size_t mark = staging.mark();
-            const Tensor on_device = staging.take("weight", weight.dtype, {weight.shape[0], weight.shape[1]});
-            cudaCheck(cudaMemcpyAsync(on_device.data, weight.data, weight.bytes(), cudaMemcpyDefault, stream));
-            quantise_weight(linear->quantised, on_device, stream);
+            quantise_weight(linear->quantised, copy_of(weight, "weight", staging), stream);
             staging.release(mark);
         }
     }
