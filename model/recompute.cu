@@ -41,26 +41,31 @@ std::vector<Visit> chunk_forward_visits(int64_t first, int64_t last) {
     return visits;
 }
 
-std::vector<Visit> chunk_backward_visits(int64_t first, int64_t last, const Recompute& recompute) {
-    std::vector<Visit> visits;
+// last_is_there: the blocks after the last kept input still have their activations from the forward; those before were
+// overwritten.
+static void add_blocks(std::vector<Visit>& visits, int64_t first, int64_t last, int64_t every, bool last_is_there) {
     for (int64_t l = last - 1; l >= first; --l) {
-        const int64_t kept = recompute.every > 0 ? first + (l - first) / recompute.every * recompute.every : l;
-        const bool ends_segment = recompute.every > 0 && (l + 1 == last || (l + 1 - first) % recompute.every == 0);
+        const int64_t kept = every > 0 ? first + (l - first) / every * every : l;
+        const bool ends_segment = every > 0 && (l + 1 == last ? !last_is_there : (l + 1 - first) % every == 0);
         for (int64_t again = kept; again <= l && ends_segment; ++again)
             visits.push_back({.work = Work::recompute_block,
                               .block = again,
                               .weights = {block_unit(again)},
                               .first = again == kept,
-                              .last = again == l,
-                              .traced = false});
-        visits.push_back({.work = Work::backward_block, .block = l, .weights = {block_unit(l)}, .traced = false});
+                              .last = again == l});
+        visits.push_back({.work = Work::backward_block, .block = l, .weights = {block_unit(l)}});
     }
+}
+
+std::vector<Visit> chunk_backward_visits(int64_t first, int64_t last, const Recompute& recompute) {
+    std::vector<Visit> visits;
+    add_blocks(visits, first, last, recompute.every, false);
+    for (Visit& visit : visits) visit.traced = false;
     set_next(visits);
     return visits;
 }
 
 std::vector<Visit> backward_visits(const Model& model, const Recompute& recompute) {
-    const int64_t L = model.n_blocks(), every = recompute.every > 0 ? std::min(recompute.every, L) : L;
     const size_t head = head_unit(model);
     const bool ties = model.ties_head();
     std::vector<Visit> visits;
@@ -68,18 +73,9 @@ std::vector<Visit> backward_visits(const Model& model, const Recompute& recomput
         visits.push_back({.work = Work::backward_head, .weights = {head, 0}, .begin = {head, 0}, .end = {head}});
     else if (model.part.head)
         visits.push_back({.work = Work::backward_head, .weights = {head}, .begin = {head}, .end = {head}});
-    for (int64_t l = L - 1; l >= 0; --l) {
-        // The last N blocks still have their activations from the forward; those before were overwritten.
-        if ((l + 1) % every == 0 && l + 1 < L)
-            for (int64_t again = l + 1 - every; again <= l; ++again)
-                visits.push_back({.work = Work::recompute_block,
-                                  .block = again,
-                                  .weights = {block_unit(again)},
-                                  .first = again == l + 1 - every,
-                                  .last = again == l});
-        const size_t unit = block_unit(l);
-        visits.push_back({.work = Work::backward_block, .block = l, .weights = {unit}, .begin = {unit}, .end = {unit}});
-    }
+    add_blocks(visits, 0, model.n_blocks(), recompute.every, true);
+    for (Visit& visit : visits)
+        if (visit.work == Work::backward_block) visit.begin = visit.end = visit.weights;
     Visit embedding{.work = Work::backward_embedding, .end = {0}};
     if (!ties) embedding.begin = {0};
     if (model.part.embedding) visits.push_back(embedding);
