@@ -14,12 +14,6 @@
 
 namespace {
 
-bool is_left_alone(uint32_t code) {
-    const auto* after = std::upper_bound(std::begin(never_normalized), std::end(never_normalized), code,
-                                         [](uint32_t c, const CodePointRange& range) { return c < range.first; });
-    return after != std::begin(never_normalized) && code <= after[-1].last;
-}
-
 bool is_ascii(std::string_view text) {
     return std::all_of(text.begin(), text.end(), [](char c) { return static_cast<unsigned char>(c) < 0x80; });
 }
@@ -85,7 +79,7 @@ Normalizer normal_form(bool compose, bool compatibility) {
         for (size_t i = 0; i < text.size();) {
             const auto [code, bytes] = utf8_char_at(text, i);
             const bool is_utf8 = code < 0x80 || bytes > 1;
-            if (!is_utf8 || is_left_alone(code)) {
+            if (!is_utf8 || find_range(never_normalized, code)) {
                 append_normal_form(out, text.substr(begin, i - begin), options);
                 out += text.substr(i, bytes);
                 begin = i + bytes;

@@ -4,10 +4,6 @@
 // 2.2). A step maps each piece of the text to parts; the file says which steps follow each other.
 #include "io/tokenizer_parts.h"
 
-const char* const kRustWord =
-    "\\p{L}\\p{M}\\p{Nd}\\p{Nl}\\p{Pc}\u200C\u200D"
-    "\u24B6-\u24E9\U0001F130-\U0001F149\U0001F150-\U0001F169\U0001F170-\U0001F189";
-
 PreTokenizer split(const Regex& pattern, SplitBehavior behavior, bool invert) {
     // Is a stretch one piece with the one before it? What counts is whether the two are matches.
     auto belongs_to = [behavior](bool before, bool is_match) {

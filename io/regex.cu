@@ -22,10 +22,7 @@ namespace {
 // ---------------------------------------------------------------------------------------------------------------------
 // Oniguruma's dialect to PCRE2's
 
-// \w in [...]: letters, marks, digits, letter-like numbers, underscore and its like, circled letters. Outside of [...]
-// Oniguruma also takes the six fractions and small digits of Latin-1 for letters of a word.
-const char* const kWord =
-    R"(\p{L}\p{M}\p{Nd}\p{Nl}\p{Pc}\x{24B6}-\x{24E9}\x{1F130}-\x{1F149}\x{1F150}-\x{1F169}\x{1F170}-\x{1F189})";
+// Outside of [...] Oniguruma also takes the six fractions and small digits of Latin-1 for letters of a word.
 const char* const kLatin1Word = R"(\x{B2}\x{B3}\x{B9}\x{BC}-\x{BE})";
 
 class Translator {
@@ -172,11 +169,8 @@ void Translator::quantifier() {
 
 // The character that stands in for one that PCRE2 may not know, or 0.
 uint32_t stand_in(uint32_t code) {
-    const auto* end = std::end(newer_characters);
-    const auto* after = std::upper_bound(std::begin(newer_characters), end, code,
-                                         [](uint32_t c, const StandIn& entry) { return c < entry.first; });
-    if (after == std::begin(newer_characters)) return 0;
-    return code <= after[-1].last ? after[-1].like : 0;
+    const StandIn* found = find_range(newer_characters, code);
+    return found ? found->like : 0;
 }
 
 // The text itself, or a copy of the same length in `copy`.

@@ -9,6 +9,7 @@
 
 #include "io/io.h"
 
+#include <algorithm>
 #include <array>
 #include <deque>
 #include <unordered_map>
@@ -16,6 +17,14 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // regex.cu: patterns as tokenizer.json writes them (Oniguruma's dialect), matched by PCRE2. Classes of characters are
 // those of Unicode 16, whatever version PCRE2 has.
+
+// The characters of words, for [...] of a pattern: letters, marks, digits, letter-like numbers, underscore and its
+// like, circled letters. kWord: those of Oniguruma. kRustWord: those of Rust's regex engine, with joiners, where
+// Hugging Face's library uses that one.
+inline const std::string kWord =
+    "\\p{L}\\p{M}\\p{Nd}\\p{Nl}\\p{Pc}"
+    "\u24B6-\u24E9\U0001F130-\U0001F149\U0001F150-\U0001F169\U0001F170-\U0001F189";
+inline const std::string kRustWord = kWord + "\u200C\u200D";
 
 class Regex {
   public:
@@ -52,6 +61,12 @@ std::string normalize(const std::vector<Normalizer>& steps, std::string_view tex
 
 void append_utf8(std::string& text, uint32_t code);
 bool is_white_space(uint32_t code);
+// The range of a table of unicode_tables.h that a character is in; nullptr if it is in none.
+template <class Range, size_t n>
+const Range* find_range(const Range (&table)[n], uint32_t code) {
+    const Range* after = std::ranges::upper_bound(table, code, {}, &Range::first);
+    return after != table && code <= after[-1].last ? after - 1 : nullptr;
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // pre_tokenizer.cu: text to words, which no token crosses
@@ -70,10 +85,6 @@ using PreTokenizer = std::function<void(Piece piece, ChangedTexts& changed, std:
 enum class SplitBehavior { isolated, removed, merged_with_previous, merged_with_next, contiguous };
 // invert: what the pattern does not match counts as the matches.
 PreTokenizer split(const Regex& pattern, SplitBehavior behavior, bool invert = false);
-// The characters of words, for [...] of a pattern, as Rust's regex engine has them: where Hugging Face's library uses
-// that one and not Oniguruma. Letters, marks, digits, letter-like numbers, underscore and its like, joiners, circled
-// letters.
-extern const char* const kRustWord;
 // Words, and what stands between words, without the white space.
 PreTokenizer split_off_white_space();
 // A piece that does not begin with a space is given one.
