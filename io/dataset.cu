@@ -327,15 +327,13 @@ void TokenSource::Impl::add_text(const Files& found, const std::string& path, co
         }
     }
     check(n_files > 0, "there is no text in ", path, n_skipped > 0 ? ", only files with zero bytes" : "");
-    narrow_text.shrink_to_fit();
-    wide_text.shrink_to_fit();
-    const int32_t document_token = find_document_token(tokenizer);
-    if (narrow)
-        add({reinterpret_cast<const unsigned char*>(narrow_text.data()), static_cast<int64_t>(narrow_text.size()), 2,
-             document_token});
-    else
-        add({reinterpret_cast<const unsigned char*>(wide_text.data()), static_cast<int64_t>(wide_text.size()), 4,
-             document_token});
+    const auto add_all = [&](auto& tokens) {
+        tokens.shrink_to_fit();
+        add({reinterpret_cast<const unsigned char*>(tokens.data()), std::ssize(tokens), sizeof tokens[0],
+             find_document_token(tokenizer)});
+    };
+    if (narrow) add_all(narrow_text);
+    else add_all(wide_text);
     description =
         concat(is_default ? "C++ standard library headers, " + fs::path(found.paths[0]).parent_path().string() : path,
                ": ", found.is_folder ? concat(n_files, n_files == 1 ? " file, " : " files, ") : "",
