@@ -87,9 +87,9 @@ std::string show(const std::vector<int64_t>& shape) {
     return text + (shape.size() > 8 ? ", ...]" : "]");
 }
 
-// One header entry, with its place in the `data_bytes` of data checked. Also gives where it begins and ends.
+// One header entry, with its place in the `data_bytes` of data checked.
 StoredTensor parse_tensor(const Json::Value& entry, const unsigned char* data, int64_t data_bytes,
-                          const std::string& what, std::pair<int64_t, int64_t>& range) {
+                          const std::string& what) {
     check(entry.isObject(), what, ": its entry is not an object; the file is broken");
     StoredTensor tensor;
     check(read_value(required(entry, "dtype", what), tensor.dtype), what,
@@ -104,8 +104,7 @@ StoredTensor parse_tensor(const Json::Value& entry, const unsigned char* data, i
 
     const std::vector<int64_t> offsets = integers(required(entry, "data_offsets", what), "data_offsets", what);
     check(offsets.size() == 2, what, ": \"data_offsets\" must be two numbers; the file is broken");
-    range = {offsets[0], offsets[1]};
-    const auto [begin, end] = range;
+    const int64_t begin = offsets[0], end = offsets[1];
     check(begin <= end && end <= data_bytes, what, ": its data are bytes ", begin, " to ", end, " of ", data_bytes,
           "; the file is broken or not complete, fetch it again");
     check(end - begin == *wanted_bytes, what, ": ", tensor.dtype, " ", show(tensor.shape), " takes ", *wanted_bytes,
@@ -197,7 +196,6 @@ SafetensorsView parse_safetensors(const unsigned char* data, size_t bytes, const
     const unsigned char* first = data + length_bytes + header_bytes;
     const auto data_bytes = static_cast<int64_t>(bytes - length_bytes - header_bytes);
     SafetensorsView view;
-    std::vector<std::pair<std::pair<int64_t, int64_t>, const std::string*>> ranges;
     for (auto item = header.begin(); item != header.end(); ++item) {
         const std::string key = item.name();
         const Json::Value& entry = *item;
@@ -208,19 +206,18 @@ SafetensorsView parse_safetensors(const unsigned char* data, size_t bytes, const
                       in_quotes(meaning.name()), " is not a string; the file is broken");
             continue;
         }
-        std::pair<int64_t, int64_t> range;
-        StoredTensor tensor = parse_tensor(entry, first, data_bytes, name + ": tensor " + in_quotes(key), range);
-        const auto place = view.tensors.emplace(key, std::move(tensor)).first;
-        ranges.push_back({range, &place->first});
+        view.tensors[key] = parse_tensor(entry, first, data_bytes, name + ": tensor " + in_quotes(key));
     }
 
     // In order of their offsets the tensors must tile the data: none overlap, and no bytes are smuggled in between.
-    std::sort(ranges.begin(), ranges.end());
+    std::vector<std::pair<std::string, StoredTensor>> order(view.tensors.begin(), view.tensors.end());
+    std::ranges::stable_sort(order, {},
+                             [](const auto& entry) { return std::pair(entry.second.data, entry.second.bytes); });
     int64_t reached = 0;
-    for (const auto& [range, tensor] : ranges) {
-        check(range.first == reached, name, ": tensor ", in_quotes(*tensor), " begins at byte ", range.first,
-              " of the data, where ", reached, " was due; the file is broken");
-        reached = range.second;
+    for (const auto& [key, tensor] : order) {
+        check(tensor.data == first + reached, name, ": tensor ", in_quotes(key), " begins at byte ",
+              tensor.data - first, " of the data, where ", reached, " was due; the file is broken");
+        reached += static_cast<int64_t>(tensor.bytes);
     }
     check(reached == data_bytes, name, ": ", data_bytes - reached, " bytes after the last tensor; the file is broken");
     take_checksums(view, name);
@@ -251,10 +248,10 @@ std::map<std::string, std::string> parse_safetensors_index(std::string_view text
 SafetensorsReader::SafetensorsReader(const std::string& file_or_folder) : path_(file_or_folder) {
     namespace fs = std::filesystem;
     std::string path = file_or_folder;
-    std::error_code ignored;
-    if (fs::is_directory(path, ignored)) {
+    if (is_folder(path)) {
         const std::string whole = fs::path(path) / "model.safetensors";
         const std::string index = fs::path(path) / "model.safetensors.index.json";
+        std::error_code ignored;
         const bool old = fs::exists(fs::path(path) / "pytorch_model.bin", ignored);
         check(is_there(whole) || is_there(index), path,
               ": neither model.safetensors nor model.safetensors.index.json is in this folder",
