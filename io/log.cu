@@ -213,9 +213,7 @@ CsvLog::CsvLog(const std::string& path, int64_t resume_step) : path_(path) {
     check(fd_ >= 0, "cannot open ", path, ": ", std::strerror(errno));
 }
 
-CsvLog::~CsvLog() {
-    if (fd_ >= 0) ::close(fd_);
-}
+CsvLog::~CsvLog() { ::close(fd_); }
 
 void CsvLog::write(const LogRow& row) { append_whole(fd_, format_row(row), path_); }
 
@@ -248,9 +246,7 @@ TensorBoardLog::TensorBoardLog(const std::string& folder, int64_t resume_step) {
     }
 }
 
-TensorBoardLog::~TensorBoardLog() {
-    if (fd_ >= 0) ::close(fd_);
-}
+TensorBoardLog::~TensorBoardLog() { ::close(fd_); }
 
 void TensorBoardLog::scalar(const std::string& tag, int64_t step, double value) {
     // Summary { repeated Value value = 1; }  Value { string tag = 1; float simple_value = 2; }
