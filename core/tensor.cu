@@ -1,6 +1,7 @@
 // core/tensor.cu: views of memory, their checks, and copies between host and device.
 #include "core/core.h"
 
+#include <algorithm>
 #include <ostream>
 
 size_t dtype_bytes(DType dtype) {
@@ -84,14 +85,10 @@ std::ostream& operator<<(std::ostream& text, const Tensor& tensor) {
 
 void expect(const char* operation, const char* argument, const Tensor& tensor, DType dtype,
             std::initializer_list<int64_t> dims) {
-    bool same = tensor.data != nullptr && tensor.dtype == dtype && static_cast<size_t>(tensor.ndim) == dims.size();
-    size_t i = 0;
-    for (int64_t dim : dims) {
-        if (!same) break;
-        same = dim == -1 || dim == tensor.shape[i++];
-        if (dim == -1) ++i;
-    }
-    if (same) return;
+    const auto fits = [](int64_t dim, int64_t size) { return dim == -1 || dim == size; };
+    if (tensor.data != nullptr && tensor.dtype == dtype && static_cast<size_t>(tensor.ndim) == dims.size() &&
+        std::equal(dims.begin(), dims.end(), tensor.shape, fits))
+        return;
     const std::vector<int64_t> wanted(dims);
     fail(operation, ": ", argument, " is ", tensor.ndim && !tensor.data ? "without memory, " : "", tensor,
          ", expected ", shape_text(dtype, wanted.data(), wanted.size()));
