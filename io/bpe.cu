@@ -5,7 +5,6 @@
 #include "io/tokenizer_parts.h"
 
 #include <algorithm>
-#include <bitset>
 #include <limits>
 
 namespace {

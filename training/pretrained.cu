@@ -16,7 +16,6 @@
 #include "io/list_folder.h"
 #include "training/training.h"
 
-#include <algorithm>
 #include <filesystem>
 
 namespace fs = std::filesystem;

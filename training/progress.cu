@@ -5,7 +5,6 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
@@ -112,7 +111,7 @@ bool prints_to_terminal() {
     std::error_code none;
     const std::string output =
         std::filesystem::read_symlink(concat("/proc/", ::getppid(), "/fd/", STDOUT_FILENO), none).string();
-    return output.rfind("/dev/pts/", 0) == 0 || output.rfind("/dev/tty", 0) == 0;
+    return output.starts_with("/dev/pts/") || output.starts_with("/dev/tty");
 }
 
 // No more than the terminal's width: what goes on in a second line could not be replaced.

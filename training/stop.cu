@@ -16,8 +16,6 @@
 #include <atomic>
 #include <cerrno>
 #include <csignal>
-#include <cstdio>
-#include <cstring>
 #include <fstream>
 #include <mutex>
 
