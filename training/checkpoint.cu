@@ -146,7 +146,7 @@ class SavedStates {
     explicit SavedStates(const std::string& folder) : folder_(folder) {
         for (const std::filesystem::path& path : list_folder(folder)) {
             const std::string file = path.filename().string();
-            if (file.rfind("optimizer", 0) != 0 || path.extension() != ".safetensors") continue;
+            if (!file.starts_with("optimizer") || path.extension() != ".safetensors") continue;
             files_.push_back(std::make_unique<SafetensorsReader>(path.string()));
             for (const auto& [name, stored] : files_.back()->tensors()) {
                 const size_t at = name.rfind('@');
@@ -229,27 +229,29 @@ class SavedStates {
     std::map<std::string, std::vector<Piece>> pieces_;
 };
 
+TensorToStore to_store(const std::string& name, const Tensor& tensor) {
+    return {name, stored_dtype(tensor.dtype), {tensor.n()}, [tensor](void* bytes) { copy_to_host(bytes, tensor); }};
+}
+
 void write_states(const Trainer& t, const std::string& path) {
     std::vector<TensorToStore> tensors;
-    const auto add = [&](const std::string& name, const Tensor& tensor) {
-        tensors.push_back(
-            {name, stored_dtype(tensor.dtype), {tensor.n()}, [tensor](void* bytes) { copy_to_host(bytes, tensor); }});
-    };
     for (const PlacedState& state : placed_states(t)) {
+        if (!state.writes) continue;
         for (const CutPiece& piece : state.pieces) {
             std::string name = state.name;
             if (!state.whole) name += concat("@", piece.first * std::max<int64_t>(1, state.per));
             if (piece.run < piece.n) name += concat(":", piece.run, ":", piece.stride);
-            if (state.writes) add(name, state.tensor.view({state.tensor.n()}).slice(piece.local_first, piece.n));
+            const Tensor all = state.tensor.view({state.tensor.n()});
+            tensors.push_back(to_store(name, all.slice(piece.local_first, piece.n)));
         }
     }
     if (writes_histories(t)) {
         const Tensor all = t.model.fp8_states.view({t.model.fp8_states.n()});
         const std::vector<CutPiece> pieces = history_pieces(t);
         for (size_t i = 0; i < pieces.size(); ++i) {
-            if (!t.model.pipeline_ranks) add(kHistories, all);
-            else if (is_owner(t, block_unit(static_cast<int64_t>(i))))
-                add(concat(kHistories, "@", pieces[i].first), all.slice(pieces[i].local_first, pieces[i].n));
+            if (!is_owner(t, block_unit(static_cast<int64_t>(i)))) continue;
+            const std::string place = t.model.pipeline_ranks ? concat("@", pieces[i].first) : "";
+            tensors.push_back(to_store(kHistories + place, all.slice(pieces[i].local_first, pieces[i].n)));
         }
     }
     write_safetensors(path, tensors, {}, true);
@@ -273,10 +275,7 @@ std::string compression_file(const Trainer& t) {
 }
 void write_compression(const Trainer& t, const std::string& folder) {
     std::vector<TensorToStore> tensors;
-    for (const auto& [name, tensor] : t.data_parallel.compression_states())
-        tensors.push_back({name, stored_dtype(tensor.dtype), {tensor.n()}, [from = tensor](void* bytes) {
-                               copy_to_host(bytes, from);
-                           }});
+    for (const auto& [name, tensor] : t.data_parallel.compression_states()) tensors.push_back(to_store(name, tensor));
     if (!tensors.empty()) write_safetensors(folder + "/" + compression_file(t), tensors, {}, true);
 }
 void read_compression(const Trainer& t, const std::string& folder) {
