@@ -9,11 +9,6 @@
 
 namespace {
 
-template <class T>
-void take_pinned(T*& pointer, int64_t n) {
-    cudaCheck(cudaMallocHost(&pointer, static_cast<size_t>(n) * sizeof(T)));
-}
-
 MemoryKind home_of_states(Offload offload) {
     return offload == Offload::none      ? MemoryKind::device
            : offload == Offload::unified ? MemoryKind::managed
@@ -197,9 +192,9 @@ void Trainer::reserve() {
     optimizer->init(device().stream);
     square_sums->init(device().stream);
     cudaCheck(cudaMemsetAsync(totals.data, 0, totals.bytes(), device().stream));
-    take_pinned(host_stop, 1);
+    cudaCheck(cudaMallocHost(&host_stop, sizeof *host_stop));
     for (StepEnd& end : step_ends) {
-        take_pinned(end.numbers, 1);
+        cudaCheck(cudaMallocHost(&end.numbers, sizeof *end.numbers));
         cudaCheck(cudaEventCreate(&end.arrived));
     }
     cudaCheck(cudaEventCreate(&start));
