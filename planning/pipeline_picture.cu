@@ -19,19 +19,13 @@ constexpr Canvas::Color kInk{40, 40, 40}, kPale{150, 150, 150}, kIdle{240, 240, 
 constexpr Canvas::Color kForward[2] = {{120, 175, 225}, {35, 90, 160}}, kByInput[2] = {{250, 185, 95}, {195, 100, 20}},
                         kByWeight[2] = {{125, 200, 165}, {30, 120, 90}};
 
-int rank_height() { return kLane + kAlive + kLaneGap; }
+constexpr int kRankHeight = kLane + kAlive + kLaneGap;
+int height_of(const PipelinePanel& panel) { return kTitle + panel.schedule->p * kRankHeight + kAxis + kPanelGap; }
 
 std::string three_digits(double value) {
     char text[32];
     std::snprintf(text, sizeof text, "%.3g", value);
     return text;
-}
-
-double end_of(const PipelinePanel& panel) {
-    double end = 0;
-    for (const std::vector<Span>& spans : *panel.ranks)
-        if (!spans.empty()) end = std::max(end, spans.back().end);
-    return end;
 }
 
 class Panel {
@@ -43,7 +37,7 @@ class Panel {
     void draw() {
         canvas_.text({12, top_ + 20}, panel_.title, 11, kInk, Canvas::Align::left, true);
         std::string subtitle = panel_.subtitle;
-        if (const double end = end_of(panel_); end > duration_ * 1.0001)
+        if (const double end = end_of(*panel_.ranks); end > duration_ * 1.0001)
             subtitle += concat("; cut: it ends at ", panel_.seconds ? human_seconds(end) : three_digits(end));
         canvas_.text({12, top_ + 40}, Canvas::shorten(subtitle, kText, kWidth - 24), kText, kInk);
         for (int rank = 0; rank < s_.p; ++rank) {
@@ -57,7 +51,7 @@ class Panel {
   private:
     // Whole pixels, so that no seams show between neighbours; what is later than the others' end is cut.
     double x_of(double t) const { return std::round(kLeft + std::min(t / duration_, 1.0) * (kWidth - kLeft - kRight)); }
-    double top_of(int rank) const { return top_ + kTitle + rank * rank_height(); }
+    double top_of(int rank) const { return top_ + kTitle + rank * kRankHeight; }
     const std::vector<Span>& spans(int rank) const { return (*panel_.ranks)[static_cast<size_t>(rank)]; }
     // Marks as wide as on other bars would cover it.
     bool is_narrow(const Span& span) const {
@@ -195,12 +189,13 @@ void draw_legend(Canvas& canvas, bool two_stages, bool updates) {
 
 void write_pipeline_panels(const std::string& path, const std::vector<PipelinePanel>& panels) {
     int height = kLegend;
-    double shortest = end_of(panels[0]), duration = 0, most = 0;  // naive takes several times what the others do
-    for (const PipelinePanel& panel : panels) shortest = std::min(shortest, end_of(panel));
+    double shortest = end_of(*panels[0].ranks), duration = 0, most = 0;  // naive takes several times what the others do
+    for (const PipelinePanel& panel : panels) shortest = std::min(shortest, end_of(*panel.ranks));
     bool two_stages = false, updates = false;
     for (const PipelinePanel& panel : panels) {
-        height += kTitle + panel.schedule->p * rank_height() + kAxis + kPanelGap;
-        if (!panel.may_be_cut || end_of(panel) <= 1.5 * shortest) duration = std::max(duration, end_of(panel));
+        height += height_of(panel);
+        const double end = end_of(*panel.ranks);
+        if (!panel.may_be_cut || end <= 1.5 * shortest) duration = std::max(duration, end);
         for (const double peak : peak_activations(*panel.schedule)) most = std::max(most, peak);
         two_stages = two_stages || panel.schedule->stages_of(0).size() > 1;
         updates = updates || panel.schedule->asynchronous;
@@ -210,7 +205,7 @@ void write_pipeline_panels(const std::string& path, const std::vector<PipelinePa
     double top = kLegend;
     for (const PipelinePanel& panel : panels) {
         Panel(canvas, top, panel, duration, most).draw();
-        top += kTitle + panel.schedule->p * rank_height() + kAxis + kPanelGap;
+        top += height_of(panel);
     }
     canvas.save(path);
 }

@@ -4,8 +4,9 @@
 #include "planning/planning.h"
 
 #include <algorithm>
-#include <iterator>
+#include <cmath>
 #include <cstdio>
+#include <iterator>
 #include <numeric>
 
 namespace {
@@ -15,16 +16,10 @@ double mean(const std::vector<double>& numbers) {
                            : std::accumulate(numbers.begin(), numbers.end(), 0.0) / static_cast<double>(numbers.size());
 }
 
-double first_start(const std::vector<std::vector<Span>>& ranks) {
-    double first = 0;
-    bool any = false;
-    for (const std::vector<Span>& spans : ranks)
-        for (const Span& span : spans) first = any ? std::min(first, span.start) : span.start, any = true;
-    return first;
-}
-
 void begin_at_zero(std::vector<std::vector<Span>>& ranks) {
-    const double first = first_start(ranks);
+    double first = INFINITY;
+    for (const std::vector<Span>& spans : ranks)
+        if (!spans.empty()) first = std::min(first, spans.front().start);
     for (std::vector<Span>& spans : ranks)
         for (Span& span : spans) span.start -= first, span.end -= first;
 }
@@ -60,13 +55,6 @@ std::vector<std::vector<Span>> those_measured(const Simulation& simulation,
                 predicted[rank].push_back(span);
     begin_at_zero(predicted);
     return predicted;
-}
-
-double end_of(const std::vector<std::vector<Span>>& ranks) {
-    double end = 0;
-    for (const std::vector<Span>& spans : ranks)
-        if (!spans.empty()) end = std::max(end, spans.back().end);
-    return end;
 }
 
 }  // namespace

@@ -67,9 +67,7 @@ class Drawing {
     Drawing(const PipelineSchedule& schedule, const std::vector<std::vector<Span>>& ranks, size_t width)
         : s_(schedule), ranks_(ranks), label_(concat("rank ", schedule.p - 1, "  ").size()) {
         const size_t digits = concat(s_.m - 1).size(), room = std::max(width, label_ + 40) - label_;
-        double end = 0;
-        for (const std::vector<Span>& spans : ranks)
-            if (!spans.empty()) end = std::max(end, spans.back().end);
+        const double end = end_of(ranks);
         // Columns of a unit of time, with room for names and this many blanks behind each.
         const auto columns_for = [&](size_t blanks) {
             double most = 0;
@@ -223,6 +221,13 @@ int pipeline_chunk(const PipelineSchedule& s, int rank, const Action& action) {
 std::string pipeline_drawing(const PipelineSchedule& schedule, const std::vector<std::vector<Span>>& ranks,
                              size_t width, bool colored) {
     return Drawing(schedule, ranks, width).text(colored);
+}
+
+double end_of(const std::vector<std::vector<Span>>& ranks) {
+    double end = 0;
+    for (const std::vector<Span>& spans : ranks)
+        if (!spans.empty()) end = std::max(end, spans.back().end);
+    return end;
 }
 
 std::vector<double> peak_activations(const PipelineSchedule& s) {

@@ -99,6 +99,7 @@ std::string pipeline_drawing(const PipelineSchedule& schedule, const std::vector
 // "1f1b p 4 m 8: bubble 0.2727, peak activations 4 3 2 1, weight versions 1 1 1 1": the last line of --draw, which
 // scripts read.
 std::string pipeline_summary(const PipelineSchedule& schedule, double bubble);
+double end_of(const std::vector<std::vector<Span>>& ranks);  // of the last span
 // By rank: activations that it keeps at most, in units of what a micro-batch leaves on a rank.
 std::vector<double> peak_activations(const PipelineSchedule& schedule);
 // staleness() as a table, of micro-batches that fit into width characters.
