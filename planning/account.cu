@@ -102,8 +102,7 @@ Bytes tensor_bytes(const Trainer& t, const RankWork& rank) {
     const int64_t n = t.options.tp, numbers = 2 * (n - 1) * static_cast<int64_t>(t.step_sums().bytes());
     Bytes sums = 0;  // that optimizers make of what they update, as shared gradients
     for (const Tensor& sum : optimizer_sums(t, model)) sums += 2 * (n - 1) * static_cast<int64_t>(sum.bytes());
-    const int64_t fp8 =
-        4 * fp8_maxima(rank) + static_cast<int64_t>(model.fp8_states.exists() ? model.fp8_states.bytes() : 0);
+    const int64_t fp8 = 4 * fp8_maxima(rank) + static_cast<int64_t>(model.fp8_states.bytes());
     // With ZeRO each of the data-parallel ranks adds up its shard of the gradients, otherwise all of them everything.
     const Sharding& s = model.sharding;
     return s.size * (visited + numbers + 2 * (n - 1) * fp8) + (s.shards_states() ? 1 : s.size) * (shared + sums);
@@ -130,8 +129,7 @@ Bytes traffic_of(const Trainer& t, const RankWork& rank) {
     const Sharding& s = model.sharding;
     const Bytes P = model.n, W = dtype_bytes(model.weights.dtype), G = dtype_bytes(model.grads.dtype),
                 M = t.local_batch / t.micro_batch;
-    const int64_t small =
-        static_cast<int64_t>(t.step_sums().bytes() + (model.fp8_states.exists() ? model.fp8_states.bytes() : 0));
+    const int64_t small = static_cast<int64_t>(t.step_sums().bytes() + model.fp8_states.bytes());
     Bytes big = 2 * P * G;
     if (s.naive || s.zero == 1) big = P * (G + W);
     if (s.zero == 2) big = P * (M * G + W);
@@ -173,7 +171,7 @@ Bytes pipeline_traffic(const Trainer& t, const std::vector<RankWork>& ranks) {
         const Model& model = ranks[static_cast<size_t>(rank)].model;
         const int64_t grads = model.n * static_cast<int64_t>(dtype_bytes(model.grads.dtype));
         bytes += t.options.tp * (s.shards_states() ? 1 : s.size) * 2 * grads;
-        if (model.fp8_states.exists()) bytes += n_pipelines * 2 * static_cast<int64_t>(model.fp8_states.bytes());
+        bytes += n_pipelines * 2 * static_cast<int64_t>(model.fp8_states.bytes());
     }
     // A tied embedding, whose gradients the first and the last rank all-reduce.
     if (pipeline.ties_two_ranks()) bytes += n_pipelines * 2 * static_cast<int64_t>(ranks[0].model.dwte.bytes());
