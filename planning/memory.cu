@@ -39,7 +39,7 @@ double table_bytes(const Arena& arena, const std::string& name) {
 // Of a run like this one that shards nothing. (With Muon shards differ: one may have matrices only.)
 struct WholeStates {
     std::vector<std::pair<std::string, double>> optimizer;
-    double fp8_weights, n_blocks;
+    double fp8_weights;
 };
 WholeStates whole_states(const Trainer& t) {
     const TrainOptions& o = t.options;
@@ -50,7 +50,7 @@ WholeStates whole_states(const Trainer& t) {
     const std::vector<UpdatedUnit> units = model.updated_units();
     const auto optimizer = whole.host_updates() ? make_host_optimizer(o.optimizer, states, units, o.optimizer_options)
                                                 : make_optimizer(o.optimizer, states, units, o.optimizer_options);
-    return {by_kind(*optimizer), table_bytes(weights, "fp8 weights"), static_cast<double>(model.n_blocks())};
+    return {by_kind(*optimizer), table_bytes(weights, "fp8 weights")};
 }
 
 // Bytes of activations of a model like this one with L layers.
@@ -135,10 +135,14 @@ void print_states(const std::vector<StateRow>& rows, double n, double psi) {
 }
 
 // What each stage leaves of the states on a rank: the table of the ZeRO paper (arXiv:1910.02054, figure 1). Weights in
-// 8 bits are not sharded; stage 3 has those of two blocks, which take turns (fp8_in_turns). What --offload keeps on the
-// host is in a column of its own; --offload params has stage 3 alone.
-void print_stages(const Trainer& t, double psi, double weights, double grads, double fp8, double fp8_in_turns,
-                  double all) {
+// 8 bits are not sharded; stage 3 has those of two blocks, which take turns. What --offload keeps on the host is in a
+// column of its own; --offload params has stage 3 alone. all: bytes of a parameter's states; fp8: of them, those of
+// weights in 8 bits.
+void print_stages(const Trainer& t, double psi, double all, double fp8) {
+    const Precision& precision = t.options.precision;
+    const double weights = static_cast<double>(dtype_bytes(precision.dtype)),
+                 grads = static_cast<double>(dtype_bytes(precision.grad_dtype)),
+                 fp8_in_turns = fp8 * std::min(1.0, 2 / static_cast<double>(t.model.n_blocks()));
     const double n = static_cast<double>(t.options.sharding_ranks()), states = all - weights - grads - fp8;
     const bool offloads = t.options.offload != Offload::none, fetches = t.options.offload == Offload::params;
     std::printf("on each of %lld ranks       bytes per parameter %s\n",
@@ -218,16 +222,14 @@ void print_plan(Trainer& t) {
     for (const auto& [what, bytes] : t.memory.transit.table())
         table.host.push_back({what + " in transit", static_cast<double>(n_shards) * static_cast<double>(bytes)});
     // The flat arrays hold n elements: the parameters, and padding of the vocabulary.
+    const double shown = any_model ? psi : n;
     std::printf("states                    bytes per parameter        in all\n");
-    print_states(table.device, n, any_model ? psi : n);
+    print_states(table.device, n, shown);
     if (!table.host.empty()) {
         std::printf("on the host\n");
-        print_states(table.host, n, any_model ? psi : n);
+        print_states(table.host, n, shown);
     }
-    if (o.sharding_ranks() > 1)
-        print_stages(t, any_model ? psi : n, static_cast<double>(dtype_bytes(o.precision.dtype)),
-                     static_cast<double>(dtype_bytes(o.precision.grad_dtype)), whole.fp8_weights / n,
-                     whole.fp8_weights / n * std::min(1.0, 2 / whole.n_blocks), bytes_a_parameter);
+    if (o.sharding_ranks() > 1) print_stages(t, shown, bytes_a_parameter, whole.fp8_weights / n);
     if (rank_count(o.ranks) > 1 && !any_model && traffic_is_known(t))
         std::printf("  a rank sends              %18s %s in a step\n", "",
                     size_text(static_cast<double>(expected_traffic(t)) / rank_count(o.ranks)).c_str());
