@@ -243,19 +243,10 @@ std::string table_row(const char* name, const Row& row, const std::string& why) 
                   " | ", format("%.2f", 1e3 * row.predicted), " | ", why, " |\n");
 }
 
-const char* tier_name(FlashTier tier) {
-    switch (tier) {
-        case FlashTier::cuda_cores: return "cores";
-        case FlashTier::mma: return "mma";
-        case FlashTier::hopper: return "hopper";
-        default: return "auto";
-    }
-}
-
 std::string title_of(const Trainer& t) {
     const TrainOptions& o = t.options;
     return concat("A step of ", o.model, ", ", o.dtype, ", ", o.batch, " x ", o.seq, " tokens in micro-batches of ",
-                  t.micro_batch, ", --attention ", tier_name(o.attention));
+                  t.micro_batch, ", --attention ", o.identity.at("--attention"));
 }
 
 std::string text_of(const Trainer& t, const Account& account) {
