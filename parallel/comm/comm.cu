@@ -1,4 +1,5 @@
 // comm.cu: communicators: checks, the order of calls, and the collectives that are not worth a file of their own.
+#include "core/run_on_host.h"
 #include "parallel/comm/transport.h"
 
 #include <algorithm>
@@ -47,11 +48,7 @@ AllReduce all_reduce_from_name(const std::string& name) {
     for (const auto& [algorithm, its_name] : kAlgorithms) names += concat(names.empty() ? "" : ", ", its_name);
     fail("--all-reduce ", name, ": use ", names);
 }
-const char* all_reduce_name(AllReduce algorithm) {
-    for (const auto& [known, name] : kAlgorithms)
-        if (known == algorithm) return name;
-    fail("algorithm ", static_cast<int>(algorithm), " of all_reduce has no name: add it to kAlgorithms (comm.cu)");
-}
+const char* all_reduce_name(AllReduce algorithm) { return kAlgorithms[static_cast<size_t>(algorithm)].second; }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Life of a communicator
@@ -110,24 +107,14 @@ void Comm::end_step() { state_->tracing = false; }
 // The time is that at which the stream gets here; the host is ahead of it.
 void Comm::trace_computing(const std::string& what, cudaStream_t stream) {
     if (!state_->tracing) return;
-    struct Note {
-        std::shared_ptr<RankState> state;
-        std::string what;
-        int64_t step;
+    const auto note = [state = state_, what, step = state_->step.load()] {
+        TraceEvent& last = state->computing;
+        const double now = seconds_now() - state->started;
+        last.end = now;
+        if (!last.what.empty()) state->trace->add(last);
+        last = {.kind = TraceEvent::computing, .rank = state->rank, .step = step, .start = now, .what = what};
     };
-    cudaCheck(cudaLaunchHostFunc(
-        stream,
-        [](void* argument) {
-            const std::unique_ptr<Note> note(static_cast<Note*>(argument));
-            RankState& rank = *note->state;
-            TraceEvent& last = rank.computing;
-            const double now = seconds_now() - rank.started;
-            last.end = now;
-            if (!last.what.empty()) rank.trace->add(last);
-            last = {
-                .kind = TraceEvent::computing, .rank = rank.rank, .step = note->step, .start = now, .what = note->what};
-        },
-        new Note{state_, what, state_->step}));
+    run_on_host(stream, note, {}, {});
 }
 int Comm::node_of(int member) const { return nodes_[static_cast<size_t>(member)]; }
 

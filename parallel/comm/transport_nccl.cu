@@ -7,6 +7,7 @@
 // take turns. A call whose host waits for another one keeps its turn. The watchdog sees for how long, as it does with
 // calls on streams; but if the call does not return, the process ends with the job (ranks.cu). NCCL adds 16-bit numbers
 // with a rounding at each hop; comm.cu widens them to float32 before it calls all_reduce, reduce_scatter or reduce.
+#include "core/run_on_host.h"
 #include "parallel/comm/transport.h"
 
 #ifdef HAVE_NCCL
@@ -98,7 +99,7 @@ class NcclTransport final : public Transport, public NativeCollectives {
         enter(tag);
         await(tag);
         start_of_call_ = std::make_shared<double>(0);
-        if (tag.traced) note_time(stream, start_of_call_, nullptr);
+        if (tag.traced) run_on_host(stream, [start = start_of_call_] { *start = seconds_now(); }, {}, {});
     }
     void end(cudaStream_t stream, size_t bytes) override {
         leave(tag);
@@ -165,10 +166,12 @@ class NcclTransport final : public Transport, public NativeCollectives {
                 std::ranges::find(pending_, nullptr, &Pending::end)->end = event;
             }
             if (!call.tag.traced) continue;
-            note_time(call.stream, std::make_shared<double>(0), [this, call](double end) {
+            const auto note = [this, call] {
                 state_->trace->add({TraceEvent::collective, state_->rank, -1, call.tag.step, call.bytes,
-                                    *call.start - state_->started, end - state_->started, describe(call.tag)});
-            });
+                                    *call.start - state_->started, seconds_now() - state_->started,
+                                    describe(call.tag)});
+            };
+            run_on_host(call.stream, note, {}, {});
         }
     }
 
@@ -179,22 +182,6 @@ class NcclTransport final : public Transport, public NativeCollectives {
         if (!group_.owns_lock()) lock.lock();
         if (gone_) throw Stopped(state_->job->reason());
         call();
-    }
-
-    // What the time is when the stream gets here; then calls f, which must not call CUDA.
-    void note_time(cudaStream_t stream, std::shared_ptr<double> time, std::function<void(double)> f) {
-        struct Note {
-            std::shared_ptr<double> time;
-            std::function<void(double)> f;
-        };
-        cudaCheck(cudaLaunchHostFunc(
-            stream,
-            [](void* argument) {
-                const std::unique_ptr<Note> note(static_cast<Note*>(argument));
-                *note->time = seconds_now();
-                if (note->f) note->f(*note->time);
-            },
-            new Note{std::move(time), std::move(f)}));
     }
 
     void watch() {
