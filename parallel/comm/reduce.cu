@@ -26,10 +26,6 @@ template <class T>
 __device__ __forceinline__ float widen(T x) {
     return to_float(x);
 }
-template <class T, class Sum>
-__device__ __forceinline__ T rounded(Sum x) {
-    return static_cast<T>(x);
-}
 
 // In whole blocks no thread is asked for its index, so that on the CPU their loop needs no masks.
 __device__ __forceinline__ bool is_outside(int64_t i, int64_t n) {
@@ -57,7 +53,7 @@ __global__ void __launch_bounds__(kThreads)
     } else {
         for (int j = 1; j < n_rows; ++j) sum = combine<op>(sum, widen(parts[j * n + i]));
     }
-    out[i] = rounded<Out>(sum);
+    out[i] = static_cast<Out>(sum);  // 16 bits: to the nearest
 }
 
 template <class Out, class T>
