@@ -13,15 +13,12 @@ namespace {
 class Naive final : public Scheme {
   public:
     using Scheme::Scheme;
-    ~Naive() override {
-        if (weights_arrived_) cudaEventDestroy(weights_arrived_);
-    }
+    ~Naive() override { cudaEventDestroy(weights_arrived_); }
 
     // p.units[u].bounds give all of a unit to rank 0 (shards.cu), so a reduce-scatter is a reduce to rank 0, and an
     // all-gather a broadcast from there.
     void take_memory(const FlatParameters& p, int64_t micro_batches, Arena&) override {
         micro_batches_ = micro_batches;
-        if (!weights_arrived_) weights_arrived_ = make_event();
         comm_.count_memory([&] {
             for (size_t u = 0; u < p.units.size(); ++u)
                 comm_.reduce_scatter(p.grad_shard(u), p.unit_grads(u), p.units[u].bounds, ReduceOp::sum, nullptr);
@@ -44,7 +41,7 @@ class Naive final : public Scheme {
     }
 
   private:
-    cudaEvent_t weights_arrived_ = nullptr;  // of all units that were sent so far
+    cudaEvent_t weights_arrived_ = make_event();  // of all units that were sent so far
 };
 
 }  // namespace
