@@ -88,6 +88,19 @@ std::vector<int64_t> shard_boundaries(const Unit& unit, const std::vector<Param>
     return bounds;
 }
 
+// What these ranges, in any order, leave of the first n elements.
+std::vector<Range> rest_of(int64_t n, std::vector<Range> without) {
+    std::ranges::sort(without, {}, &Range::first);
+    without.push_back({n, 0});
+    std::vector<Range> rest;
+    int64_t at = 0;
+    for (const Range& range : without) {
+        if (at < range.first) rest.push_back({at, range.first - at});
+        at = range.first + range.n;
+    }
+    return rest;
+}
+
 }  // namespace
 
 void FlatParameters::shard_units(const Sharding& wanted, bool tied, const FlatParameters& whole) {
@@ -202,17 +215,10 @@ std::vector<Param> FlatParameters::updated_params(size_t u) const {
 }
 
 std::vector<Range> FlatParameters::gaps(size_t u) const {
-    std::vector<Range> taken, gaps;
+    std::vector<Range> taken;
     for (const Param& param : params_of(units[u], params))
         taken.push_back({param.offset - units[u].offset, param.value.n()});
-    std::ranges::sort(taken, {}, &Range::first);
-    taken.push_back({units[u].n, 0});
-    int64_t at = 0;
-    for (const Range& range : taken) {
-        if (at < range.first) gaps.push_back({at, range.first - at});
-        at = range.first + range.n;
-    }
-    return gaps;
+    return rest_of(units[u].n, taken);
 }
 
 size_t FlatParameters::unit_of(const Param& param) const {
@@ -230,15 +236,7 @@ std::vector<Range> FlatParameters::counted(size_t u) const {
         const int64_t low = std::max<int64_t>(0, begin), high = std::min(its.n, begin + param.value.n());
         if (low < high) left_out.push_back({low, high - low});
     }
-    std::ranges::sort(left_out, {}, &Range::first);
-    left_out.push_back({its.n, 0});
-    std::vector<Range> ranges;
-    int64_t at = 0;
-    for (const Range& gap : left_out) {
-        if (at < gap.first) ranges.push_back({at, gap.first - at});
-        at = gap.first + gap.n;
-    }
-    return ranges;
+    return rest_of(its.n, left_out);
 }
 
 std::map<AxisSet, std::vector<Tensor>> FlatParameters::shared_grads() const {
