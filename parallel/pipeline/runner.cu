@@ -45,7 +45,7 @@ class Borders {
   public:
     Borders(const PipelineSchedule& schedule, int rank) : schedule_(schedule), rank_(rank) {
         for (const Action& a : schedule.ranks[static_cast<size_t>(rank)])
-            if (a.what == Do::backward || a.what == Do::backward_weight) has_backward_.insert({a.micro, a.stage});
+            if (is_weight_gradient(a.what)) has_backward_.insert({a.micro, a.stage});
     }
 
     Rows take(const Action& a) {
@@ -84,8 +84,7 @@ class Borders {
         }
         if (a.what == Do::send_activation) release(out_, key);
         if (a.what == Do::send_gradient) release(dx_, key);
-        const bool by_input = a.what == Do::backward || a.what == Do::backward_input,
-                   over = a.what == Do::backward || a.what == Do::backward_weight;
+        const bool by_input = is_input_gradient(a.what), over = is_weight_gradient(a.what);
         if (by_input && !first && schedule_.rank_of(a.stage - 1, a.micro) == rank_)
             dx_[{a.micro, a.stage - 1}] = dx_.extract(key).mapped();
         if (by_input && last) release(out_, key);
@@ -128,13 +127,16 @@ int64_t messages_sent(const PipelineSchedule& schedule, int rank) {
 
 std::vector<size_t> places_before_backward(const PipelineSchedule& schedule) {
     std::vector<size_t> places;
-    std::map<std::tuple<Do, int, int>, std::pair<size_t, size_t>> sent;  // what, micro-batch, stage -> rank, place
+    // Of a receive (what, micro-batch, stage) the rank and place of its send.
+    std::map<std::tuple<Do, int, int>, std::pair<size_t, size_t>> sent;
     for (size_t rank = 0; rank < schedule.ranks.size(); ++rank) {
         const std::vector<Action>& actions = schedule.ranks[rank];
         for (size_t i = 0; i < actions.size(); ++i)
-            if (sends(actions[i].what)) sent[{actions[i].what, actions[i].micro, actions[i].stage}] = {rank, i};
-        const auto first = std::ranges::find_if(
-            actions, [](const Action& a) { return a.what == Do::backward || a.what == Do::backward_input; });
+            if (sends(actions[i].what)) {
+                const Action receive = receive_of(actions[i], static_cast<int>(rank));
+                sent[{receive.what, receive.micro, receive.stage}] = {rank, i};
+            }
+        const auto first = std::ranges::find_if(actions, is_input_gradient, &Action::what);
         places.push_back(static_cast<size_t>(first - actions.begin()));
     }
     for (bool changed = true; changed;) {
@@ -143,9 +145,7 @@ std::vector<size_t> places_before_backward(const PipelineSchedule& schedule) {
             for (size_t i = 0; i < places[rank]; ++i) {
                 const Action& a = schedule.ranks[rank][i];
                 if (!receives(a.what)) continue;
-                const bool forward = a.what == Do::receive_activation;
-                const auto [from, place] = sent.at(
-                    {forward ? Do::send_activation : Do::send_gradient, a.micro, forward ? a.stage - 1 : a.stage + 1});
+                const auto [from, place] = sent.at({a.what, a.micro, a.stage});
                 if (place >= places[from]) places[rank] = i, changed = true;
             }
         }
@@ -252,8 +252,7 @@ void PipelineRunner::execute(const Action& action, StageWork& work, cudaStream_t
         }
         pp_.trace_computing(action_text(action), stream);
         if (action.what == Do::forward) work.forward(action, tensor(rows.in), tensor(rows.out), stream);
-        if (action.what == Do::backward || action.what == Do::backward_input)
-            work.backward(action, tensor(rows.dx), stream);
+        if (is_input_gradient(action.what)) work.backward(action, tensor(rows.dx), stream);
         if (action.what == Do::backward_weight) work.backward_weight(action, stream);
         if (action.what == Do::update) work.update(action, stream);
         pp_.trace_computing("", stream);

@@ -72,7 +72,7 @@ class Simulator {
         if (sends(a.what) || receives(a.what)) return true;
         Place cause = spans.empty() ? kNowhere : Place{rank, spans.size() - 1};
         double start = spans.empty() ? 0 : spans.back().end;
-        const bool forward = a.what == Do::forward, by_input = a.what == Do::backward || a.what == Do::backward_input;
+        const bool forward = a.what == Do::forward, by_input = is_input_gradient(a.what);
         const int before = forward ? a.stage - 1 : a.stage + 1;
         if ((forward || by_input) && before >= 0 && before < s_.n_stages) {
             const bool here = s_.rank_of(before, a.micro) == rank;

@@ -20,21 +20,16 @@ std::vector<int> PipelineSchedule::stages_of(int rank) const {
     return stages;
 }
 
-int PipelineSchedule::sender_to(const Action& a) const {
+// The other rank that has the stage one step further on a micro-batch's way, down in a forward and up in a backward.
+static int rank_further_on(const PipelineSchedule& s, const Action& a, int step) {
     if (a.what != Do::forward && !is_input_gradient(a.what)) return -1;
-    const int before = a.what == Do::forward ? a.stage - 1 : a.stage + 1, here = rank_of(a.stage, a.micro);
-    if (before < 0 || before == n_stages) return -1;
-    const int there = rank_of(before, a.micro);
-    return there == here ? -1 : there;
+    const int stage = a.what == Do::forward ? a.stage + step : a.stage - step;
+    if (stage < 0 || stage == s.n_stages) return -1;
+    const int there = s.rank_of(stage, a.micro);
+    return there == s.rank_of(a.stage, a.micro) ? -1 : there;
 }
-
-int PipelineSchedule::receiver_of(const Action& a) const {
-    if (a.what != Do::forward && !is_input_gradient(a.what)) return -1;
-    const int behind = a.what == Do::forward ? a.stage + 1 : a.stage - 1, here = rank_of(a.stage, a.micro);
-    if (behind < 0 || behind == n_stages) return -1;
-    const int there = rank_of(behind, a.micro);
-    return there == here ? -1 : there;
-}
+int PipelineSchedule::sender_to(const Action& a) const { return rank_further_on(*this, a, -1); }
+int PipelineSchedule::receiver_of(const Action& a) const { return rank_further_on(*this, a, 1); }
 
 Action PipelineSchedule::receive_for(const Action& a) const {
     return {.what = a.what == Do::forward ? Do::receive_activation : Do::receive_gradient,
