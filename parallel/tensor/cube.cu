@@ -52,14 +52,14 @@ class Cube : public ColumnGeometry {
     void forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, Crossing way, cudaStream_t stream) override {
         const auto [inner, outer] = axes(way);
         const Tensor all_inp = gather_rows(inner, inputs_, inp, stream), whole = gather_weight(weight, stream);
-        const Tensor part = rows_in(outputs_, out, p_);
+        const Tensor part = rows_in(outputs_, out);
         linear_forward(part, all_inp, whole, outer.rank == 0 ? bias : Tensor{}, stream);
         outer.reduce_scatter(out, part, ReduceOp::sum, stream);
     }
     void backward_input(Tensor dinp, Tensor dout, Tensor weight, Crossing way, cudaStream_t stream) override {
         const auto [inner, outer] = axes(way);
         const Tensor all_dout = gather_rows(outer, outputs_, dout, stream), whole = gather_weight(weight, stream);
-        const Tensor part = rows_in(inputs_, dinp, p_);
+        const Tensor part = rows_in(inputs_, dinp);
         linear_backward_input(part, all_dout, whole, false, stream);
         inner.reduce_scatter(dinp, part, ReduceOp::sum, stream);
     }
@@ -74,7 +74,7 @@ class Cube : public ColumnGeometry {
     }
 
     void embed(Tensor out, Tensor tokens, Tensor wte, cudaStream_t stream) override {
-        const Tensor part = rows_in(inputs_, out, p_);
+        const Tensor part = rows_in(inputs_, out);
         embedding_forward(as_tokens(part), tokens_here(tokens), {}, gather_weight(wte, stream), {}, stream);
         y_.reduce_scatter(out, part, ReduceOp::sum, stream);
     }
@@ -133,12 +133,12 @@ class Cube : public ColumnGeometry {
     Sides axes(Crossing way) { return way == Crossing::enters ? Sides{y_, z_} : Sides{z_, y_}; }
 
     static Tensor as_tokens(const Tensor& rows) { return rows.view({1, rows.rows(), rows.cols()}); }
-    // n times the rows of a tensor, in a buffer.
-    static Tensor rows_in(const Tensor& buffer, const Tensor& like, int n) {
-        return make_tensor(buffer.data, like.dtype, {n * like.rows(), like.cols()});
+    // p times the rows of a tensor, in a buffer.
+    Tensor rows_in(const Tensor& buffer, const Tensor& like) const {
+        return make_tensor(buffer.data, like.dtype, {p_ * like.rows(), like.cols()});
     }
     Tensor gather_rows(Comm& comm, const Tensor& buffer, Tensor rows, cudaStream_t stream) {
-        const Tensor all = rows_in(buffer, rows, p_);
+        const Tensor all = rows_in(buffer, rows);
         comm.all_gather(all, rows, stream);
         return all;
     }

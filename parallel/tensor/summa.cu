@@ -65,24 +65,21 @@ class Summa : public ColumnGeometry {
     }
 
     void forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, Crossing, cudaStream_t stream) override {
-        Tensor x, w;
         const auto fetch = [&](int k) {
-            broadcast(row_, k == j_ ? inp : like(inputs_, k, inp), k);
-            broadcast(column_, k == i_ ? weight : like(weights_, k, weight), k);
+            broadcast(row_, input_of(k, inp), k);
+            broadcast(column_, weight_of(k, weight), k);
         };
         const auto use = [&](int k) {
-            x = k == j_ ? inp : like(inputs_, k, inp), w = k == i_ ? weight : like(weights_, k, weight);
-            matmul(out, x, w, {.transpose_b = true, .beta = k == 0 ? 0.0f : 1.0f, .bias = k == 0 ? bias : Tensor{}},
-                   stream);
+            matmul(out, input_of(k, inp), weight_of(k, weight),
+                   {.transpose_b = true, .beta = k == 0 ? 0.0f : 1.0f, .bias = k == 0 ? bias : Tensor{}}, stream);
         };
         pipeline(fetch, use, {}, stream);
     }
 
     void backward_input(Tensor dinp, Tensor dout, Tensor weight, Crossing, cudaStream_t stream) override {
-        const auto fetch = [&](int k) { broadcast(column_, k == i_ ? weight : like(weights_, k, weight), k); };
+        const auto fetch = [&](int k) { broadcast(column_, weight_of(k, weight), k); };
         const auto use = [&](int k) {
-            linear_backward_input(like(partial_, k, dinp), dout, k == i_ ? weight : like(weights_, k, weight), false,
-                                  stream);
+            linear_backward_input(like(partial_, k, dinp), dout, weight_of(k, weight), false, stream);
         };
         const auto reduce = [&](int k) { sum_at(row_, k, dinp, like(partial_, k, dinp)); };
         pipeline(fetch, use, reduce, stream);
@@ -90,10 +87,9 @@ class Summa : public ColumnGeometry {
 
     void backward_weight(Tensor dweight, Tensor dout, Tensor inp, Crossing, bool accumulate,
                          cudaStream_t stream) override {
-        const auto fetch = [&](int k) { broadcast(row_, k == j_ ? inp : like(inputs_, k, inp), k); };
+        const auto fetch = [&](int k) { broadcast(row_, input_of(k, inp), k); };
         const auto use = [&](int k) {
-            matmul(like(partial_, k, dweight), dout, k == j_ ? inp : like(inputs_, k, inp), {.transpose_a = true},
-                   stream);
+            matmul(like(partial_, k, dweight), dout, input_of(k, inp), {.transpose_a = true}, stream);
         };
         const Tensor sum =
             accumulate ? make_tensor(sum_.data, dweight.dtype, {dweight.rows(), dweight.cols()}) : dweight;
@@ -115,10 +111,10 @@ class Summa : public ColumnGeometry {
     void embed_backward(Tensor dwte, Tensor tokens, Tensor dout, bool accumulate, cudaStream_t stream) override {
         const Tensor mine = i_ == j_ ? dout : like(partial_, 0, dout);
         exchange(mine, dout, stream);
-        const auto fetch = [&](int m) { broadcast(row_, m == j_ ? mine : like(inputs_, m, dout), m); };
+        const auto fetch = [&](int m) { broadcast(row_, input_of(m, mine), m); };
         const auto use = [&](int m) {
-            embedding_backward(dwte, {}, as_tokens(m == j_ ? mine : like(inputs_, m, dout)), rows_of(tokens, m), {},
-                               accumulate || m > 0, false, lookup_scratch_, stream);
+            embedding_backward(dwte, {}, as_tokens(input_of(m, mine)), rows_of(tokens, m), {}, accumulate || m > 0,
+                               false, lookup_scratch_, stream);
         };
         pipeline(fetch, use, {}, stream);
     }
@@ -184,6 +180,9 @@ class Summa : public ColumnGeometry {
     static Tensor like(const std::array<Tensor, 2>& buffers, int k, const Tensor& tensor) {
         return make_tensor(buffers[static_cast<size_t>(k % 2)].data, tensor.dtype, {tensor.rows(), tensor.cols()});
     }
+    // The blocks of step k: this rank's own, or where its row, or its column, of the grid receives that of another one.
+    Tensor input_of(int k, const Tensor& own) const { return k == j_ ? own : like(inputs_, k, own); }
+    Tensor weight_of(int k, const Tensor& own) const { return k == i_ ? own : like(weights_, k, own); }
     static Tensor as_tokens(const Tensor& rows) { return rows.view({1, rows.rows(), rows.cols()}); }
     // Of the tokens of the group, those of row m of this grid.
     Tensor rows_of(const Tensor& tokens, int m) const {
