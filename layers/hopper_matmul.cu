@@ -174,8 +174,8 @@ __device__ __forceinline__ float sigmoid_of_gelu(float x, float square) {
 __device__ __forceinline__ float short_gelu(float x) { return x * sigmoid_of_gelu(x, x * x); }
 __device__ __forceinline__ float short_gelu_derivative(float x) {
     const float square = x * x, s = sigmoid_of_gelu(x, square);
-    const float slope = x * fmaf(square, 3.0f * kCubic * kSqrt8OverPi, kSqrt8OverPi);  // x v'
-    return fmaf(slope, fmaf(-s, s, s), s);
+    const float slope = fmaf(square, 3.0f * kCubic * kSqrt8OverPi, kSqrt8OverPi);  // v'
+    return fmaf(x * fmaf(-s, s, s), slope, s);  // not x v' (s - s^2): x v' may be infinite where s - s^2 is 0
 }
 
 // One thread: panels of a consumer's 64 rows, from a tile's column on, to device memory by the copy engine. It reads

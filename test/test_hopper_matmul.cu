@@ -146,6 +146,26 @@ TEST_CASE("hopper matmul: a product with GELU's derivative", "[hopper_matmul][sh
         }
 }
 
+// As PyTorch's, whose square of x is finite up to 1.8e19.
+TEST_CASE("hopper matmul: GELU's derivative is 0 or 1 at large numbers", "[hopper_matmul][hopper][matmul]") {
+    NEEDS_HOPPER;
+    const Values large = {1e2, 1e4, 6e4, 1e12, 2e13, 1e15, 1e18, 1.5e19};
+    for (DType dtype : kHalfDTypes) {
+        Values at;
+        for (double x : large)
+            if (dtype == DType::bf16 || x < 65504) at.insert(at.end(), {x, -x});
+        at.resize(16);
+        const Size s{1, std::ssize(at), 8};
+        const Values ones(static_cast<size_t>(s.K * s.N), 1);
+        Buffer a(dtype, {s.M, s.K}, {1, 1, 1, 1, 1, 1, 1, 1}), b(dtype, {s.K, s.N}, ones), inp(dtype, {s.M, s.N}, at),
+            out(dtype, {s.M, s.N});
+        hopper_matmul(out, a, b, {.gelu_input = inp}, device().stream);
+        Values expected;
+        for (double x : at) expected.push_back(x > 0 ? 8 : x < 0 ? 0 : 4);
+        CHECK(out.values() == expected);
+    }
+}
+
 TEST_CASE("hopper matmul: the gradient of attention's output, and its delta",
           "[hopper_matmul][shapes][hopper][matmul][counted]") {
     NEEDS_HOPPER;
