@@ -194,8 +194,9 @@ TEST_CASE("layernorm repeats bit for bit", "[layernorm]") {
 
 TEST_CASE("layernorm of rows that are hard on float32", "[layernorm]") {
     const int64_t C = 64;
-    // A constant row: x - m is exactly 0, so out is the bias. A row of 10000 +- 1: mean(x^2) - m^2 would have no digit
-    // of the variance left (1e8 has steps of 8); the two passes have all.
+    // A constant row of a number whose sums are exact: x - m is 0, so out is the bias. (768 columns of 12345.678 have a
+    // mean that is off by 0.001, a rounding of float32, and out is off by 0.3.) A row of 10000 +- 1: mean(x^2) - m^2
+    // would have no digit of the variance left (1e8 has steps of 8); the two passes have all.
     Values x(2 * C, 3.0);
     for (size_t c = 0; c < C; ++c) x[C + c] = 10000 + (c % 2 ? 1 : -1);
     Buffer inp(DType::f32, {2, C}, x), weight(DType::f32, {C}, Values(C, 1.0)), bias(DType::f32, {C}, Values(C, 0.25));
