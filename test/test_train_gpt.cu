@@ -764,6 +764,35 @@ TEST_CASE("a checkpoint without one of its files is not whole", "[program][train
     }
 }
 
+TEST_CASE("a checkpoint with a file of another step or run is not whole", "[program][train_gpt]") {
+    const TempFolder folder;
+    const std::string run = folder / "run", other = folder / "other", copy = folder / "copy";
+    for (const auto& [flags, out] : {std::pair(" --seed 7 ", other), {" ", run}})
+        REQUIRE(train(concat("--steps 6 --save-every 2 --stop-after 4", flags, "--out ", out)).status == 0);
+    const std::string older = run + "/checkpoints/step-00000002", same_step = newest_checkpoint(other);
+    for (const auto& [from, file] : {std::pair(older, "model.safetensors"),
+                                     {older, "optimizer.safetensors"},
+                                     {same_step, "optimizer.safetensors"},
+                                     {same_step, "state.json"}}) {
+        std::filesystem::copy(run, copy, std::filesystem::copy_options::recursive);
+        std::filesystem::copy_file(from + "/" + file, newest_checkpoint(copy) + "/" + file,
+                                   std::filesystem::copy_options::overwrite_existing);
+        const Outcome outcome = run_program("train_gpt", "--resume --out " + copy);
+        INFO(outcome.err);
+        CHECK_THAT(outcome.err, ContainsSubstring(" was not saved together with the state.json beside it: ") &&
+                                    ContainsSubstring("step-00000002, the newest checkpoint that is whole"));
+        CHECK_THAT(outcome.out, ContainsSubstring("resumed after step 2"));
+        std::filesystem::remove_all(copy);
+    }
+}
+
+// As earlier versions wrote state.json.
+static void forget_checksums(const std::string& checkpoint) {
+    json state = parsed_json(slurp(checkpoint + "/state.json"));
+    state.removeMember("checksum"), state.removeMember("files");
+    spit(checkpoint + "/state.json", dumped(state));
+}
+
 TEST_CASE("a checkpoint with the optimizer's states twice is an error", "[program][train_gpt]") {
     const TempFolder folder;
     const std::string run = folder / "run";
@@ -773,9 +802,10 @@ TEST_CASE("a checkpoint with the optimizer's states twice is an error", "[progra
     const Outcome outcome = run_program("train_gpt", "--resume --out " + run);
     CHECK(outcome.status == 2);
     CHECK_THAT(outcome.err, ContainsSubstring("are files of two checkpoints in it?"));
-    // What the header of a file says of a state has no checksum.
+    // What the header of a file says of a state has no checksum of its own.
     std::filesystem::remove(checkpoint + "/optimizer-00001-of-00001.safetensors");
     const std::string path = checkpoint + "/optimizer.safetensors", states = slurp(path), name = "m.model.norm.weight";
+    forget_checksums(checkpoint);
     for (const auto& [text, other, says] :
          {std::array<std::string, 3>{"\"F32\"", "\"I32\"", "' has dtype I32, expected F32"},
           {name, "m.model.norm@weight", "'m.model.norm@weight' names no place in"},
@@ -800,6 +830,9 @@ TEST_CASE("states of which a part is missing are not taken for whole", "[program
                ContainsSubstring(optimizer + "-00002-of-00002.safetensors is missing; no checkpoint in "));
     // Rank 0's, under the name that the states of one rank have.
     std::filesystem::rename(optimizer + "-00001-of-00002.safetensors", optimizer + ".safetensors");
+    CHECK_THAT(run_program("train_gpt", resume + run).err,
+               ContainsSubstring(optimizer + "-00001-of-00002.safetensors is missing; no checkpoint in "));
+    forget_checksums(newest_checkpoint(run));
     const Outcome outcome = run_program("train_gpt", resume + run);
     INFO(outcome.err);
     CHECK(outcome.status == 2);

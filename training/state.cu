@@ -2,7 +2,8 @@
 // and which checkpoint a run resumes from.
 //
 // A disk or a copy can break a checkpoint long after it was written. Every tensor has a checksum (io/checksum.cu), and
-// so have state.json and config.json. Before a run resumes, all of them are compared: a broken checkpoint is named,
+// so have state.json and config.json; and state.json has one for all tensors of each file, so that a file of another
+// step, which is whole, is found as well. Before a run resumes, all of them are compared: a broken checkpoint is named,
 // and the newest whole one before it takes its place.
 #include "io/json.h"
 #include "io/list_folder.h"
@@ -76,6 +77,30 @@ void check_count(const std::string& folder, const std::string& file) {
     }
 }
 
+// Of the names, types and checksums of a file's tensors; "" if it has none, because others have written it anew.
+std::string checksum_of_tensors(const SafetensorsReader& file) {
+    std::string text;
+    for (const auto& [name, tensor] : file.tensors()) {
+        if (!tensor.checksum) return "";
+        text += concat(name, ' ', tensor.dtype, ' ', checksum_text(*tensor.checksum), '\n');
+    }
+    return checksum_text(checksum(text.data(), text.size()));
+}
+
+// Calls visit(name, path) for each file with tensors.
+template <class Visit>
+void for_each_tensor_file(const std::string& folder, Visit&& visit) {
+    for (const std::filesystem::path& path : list_folder(folder))
+        if (path.extension() == ".safetensors") visit(path.filename().string(), path.string());
+}
+JsonText checksums_of_files(const std::string& folder) {
+    JsonText files = JsonText::object();
+    for_each_tensor_file(folder, [&](const std::string& file, const std::string& path) {
+        files.set(file, checksum_of_tensors(SafetensorsReader(path)));
+    });
+    return files;
+}
+
 // Error for what is wrong with the files that a run reads before it has a model.
 void check_texts(const std::string& folder) {
     read_state(folder);
@@ -93,15 +118,20 @@ void check_texts(const std::string& folder) {
 std::string fault_of(const std::string& folder) {
     try {
         check_texts(folder);
+        const Json::Value state = read_json_file(state_path(folder)), &files = member(state, "files");
         bool has_weights = false, has_states = false;
-        for (const std::filesystem::path& path : list_folder(folder)) {
-            if (path.extension() != ".safetensors") continue;
-            const std::string file = path.filename().string();
+        for_each_tensor_file(folder, [&](const std::string& file, const std::string& path) {
             has_weights |= file.starts_with("model"), has_states |= file.starts_with("optimizer");
             check_count(folder, file);
-            SafetensorsReader(path.string()).verify();
-        }
+            const SafetensorsReader tensors(path);
+            tensors.verify();
+            const std::string found = checksum_of_tensors(tensors);
+            check(!has(files, file) || found.empty() || required<std::string>(files, file.c_str()) == found, path,
+                  " was not saved together with the state.json beside it: one of them is of another step or run");
+        });
         check(has_weights && has_states, folder, " holds no ", has_weights ? "optimizer" : "model", ".safetensors");
+        for (const std::string& file : files.isObject() ? files.getMemberNames() : std::vector<std::string>())
+            check(is_there(folder + "/" + file), folder, "/", file, " is missing");
         return "";
     } catch (const std::exception& error) {
         return reason_of(error);
@@ -122,6 +152,7 @@ void write_state(const std::string& folder, const RunState& s) {
         {"data", to_json(s.data.value())},
         {"schedule", to_json(s.schedule.value())},
         {"config_checksum", checksum_of_config(folder)},
+        {"files", checksums_of_files(folder)},  // checkpoints of earlier versions have none
         {"options", options}};
     if (s.best) state.set("best", {{"step", s.best->step}, {"val_loss", s.best->val_loss}});
     state.set("checksum", checksum_of(parse_json(state.str(), state_path(folder))));
