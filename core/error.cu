@@ -4,6 +4,7 @@
 #include <cublasLt.h>
 
 #include <climits>
+#include <cstdio>
 #include <cstdlib>
 #include <sstream>
 
@@ -44,10 +45,16 @@ std::string shortened(const std::string& part) {
     return part.substr(0, character_at(kBegin)) + " ... " + part.substr(character_at(part.size() - kEnd));
 }
 
-// An error is one line, also where a value has line ends, as "$(ls)" in the place of a file's name has them.
-std::string without_line_ends(const std::string& part) {
+// An error is one line, also where a value has line ends, as "$(ls)" in the place of a file's name has them. Of what a
+// broken file holds, a zero byte would end the line, and others change the colours of a terminal.
+std::string without_control_characters(const std::string& part) {
     std::string text;
-    for (const char c : part) text += c == '\n' ? "\\n" : c == '\r' ? "\\r" : std::string(1, c);
+    for (const char c : part) {
+        const auto code = static_cast<unsigned char>(c);
+        char shown[8] = {c};
+        if ((code < 32 && c != '\t') || code == 127) std::snprintf(shown, sizeof shown, "\\x%02x", code);
+        text += c == '\n' ? "\\n" : c == '\r' ? "\\r" : shown;
+    }
     return text;
 }
 
@@ -55,7 +62,7 @@ std::string without_line_ends(const std::string& part) {
 
 void fail_with(std::initializer_list<Printable> parts) {
     std::string line;
-    for (const Printable& part : parts) line += without_line_ends(shortened(joined({part})));
+    for (const Printable& part : parts) line += without_control_characters(shortened(joined({part})));
     throw Error(line);
 }
 

@@ -85,6 +85,12 @@ TEST_CASE("of a long value the message of a check has the beginning and the end"
         CHECK(one_line_with(error_of([&] { fail(before + two_bytes_each); }), "é ... é"));
 }
 
+TEST_CASE("control characters of a value are not in the message of a check", "[check]") {
+    const std::string value("a\n\r\t\0\x1b[31m\x7fé", 13);
+    CHECK(error_of([&] { fail("line 1: \"", value, "\" is not a number"); }) ==
+          "line 1: \"a\\n\\r\t\\x00\\x1b[31m\\x7fé\" is not a number");
+}
+
 TEST_CASE("an arena refuses bytes that 64 bits do not hold, in one tensor or in all", "[check]") {
     Arena arena("activations");
     CHECK_THROWS_WITH(arena.take("rows", DType::f32, {int64_t{1} << 40, int64_t{1} << 30}),
