@@ -156,8 +156,8 @@ class SavedStates {
                     piece.first = std::strtoll(name.c_str() + at + 1, &end, 10);
                     if (*end == ':') piece.run = std::strtoll(end + 1, &end, 10);
                     if (*end == ':') piece.stride = std::strtoll(end + 1, &end, 10);
-                    check(*end == 0 && piece.first >= 0 && piece.run > 0 && piece.stride >= piece.run, path.string(),
-                          ": '", name, "' names no place in its parameter");
+                    check(*end == 0 && piece.is_place(), path.string(), ": '", name,
+                          "' names no place in its parameter");
                 }
                 pieces_[name.substr(0, at)].push_back(piece);
             }
@@ -202,6 +202,13 @@ class SavedStates {
     struct Piece {
         int64_t first, run, stride;
         const StoredTensor* stored;
+        // 64 bits hold the end of the last run, too.
+        bool is_place() const {
+            if (first < 0 || run <= 0 || stride < run) return false;
+            int64_t last = 0;
+            return !__builtin_mul_overflow(stored->n() / run, stride, &last) &&
+                   !__builtin_add_overflow(last, first, &last) && !__builtin_add_overflow(last, run, &last);
+        }
     };
 
     // Copies those of elements [begin, begin + n) of the whole that the piece has, to `bytes` from element `to` on.
