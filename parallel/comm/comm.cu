@@ -48,7 +48,11 @@ AllReduce all_reduce_from_name(const std::string& name) {
     for (const auto& [algorithm, its_name] : kAlgorithms) names += concat(names.empty() ? "" : ", ", its_name);
     fail("--all-reduce ", name, ": use ", names);
 }
-const char* all_reduce_name(AllReduce algorithm) { return kAlgorithms[static_cast<size_t>(algorithm)].second; }
+const char* all_reduce_name(AllReduce algorithm) {
+    for (const auto& [known, name] : kAlgorithms)
+        if (known == algorithm) return name;
+    fail("algorithm ", static_cast<int>(algorithm), " of all_reduce has no name: add it to kAlgorithms (comm.cu)");
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Life of a communicator
