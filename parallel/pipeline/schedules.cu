@@ -147,19 +147,16 @@ const std::vector<std::string>& schedule_names_of_pipelines() {
 }
 
 PipelineSchedule make_schedule(const ScheduleOptions& o) {
-    std::string names;
-    for (const Entry& e : kSchedules) {
-        names += concat(names.empty() ? "" : ", ", e.name);
-        if (o.name != e.name) continue;
-        check(o.p >= 1, "a pipeline of ", o.p, " ranks: 1 or more");
-        check(o.m >= 1, "a pipeline with ", o.m, " micro-batches: 1 or more");
-        const int64_t chunks = e.make == interleaved ? std::max(o.chunks, 1) : 2, pairs = chunks * o.p * o.m;
-        check(pairs <= kMostPairs, "a pipeline of ", o.p, " ranks with ", o.m, " micro-batches: its table could have ",
-              pairs, " forwards; at most ", kMostPairs);
-        PipelineSchedule schedule = e.make(o);
-        add_messages(schedule);
-        check_schedule(schedule);
-        return schedule;
-    }
-    fail("unknown pipeline schedule '", o.name, "': use one of ", names);
+    const auto* const its = std::ranges::find(kSchedules, o.name, &Entry::name);
+    check(its != std::end(kSchedules), "unknown pipeline schedule '", o.name, "': use one of ",
+          comma_list(schedule_names_of_pipelines()));
+    check(o.p >= 1, "a pipeline of ", o.p, " ranks: 1 or more");
+    check(o.m >= 1, "a pipeline with ", o.m, " micro-batches: 1 or more");
+    const int64_t chunks = its->make == interleaved ? std::max(o.chunks, 1) : 2, pairs = chunks * o.p * o.m;
+    check(pairs <= kMostPairs, "a pipeline of ", o.p, " ranks with ", o.m, " micro-batches: its table could have ",
+          pairs, " forwards; at most ", kMostPairs);
+    PipelineSchedule schedule = its->make(o);
+    add_messages(schedule);
+    check_schedule(schedule);
+    return schedule;
 }
