@@ -328,10 +328,10 @@ TEST_CASE("output that cannot be written is one clear line", "[program][train_gp
     }
     CHECK(slurp(folder / "file") == "in the way");
     std::filesystem::create_directories(folder / "blocked");
-    spit(folder / "blocked/checkpoints", "in the way");
+    std::filesystem::create_symlink("/proc/tty", folder / "blocked/checkpoints");  // where no folder can be made
     CHECK_THAT(line_of(train("--steps 1 --warmup 0 --out " + (folder / "blocked"))),
                ContainsSubstring("step 1 could not be saved, and no checkpoint was before it: cannot make the folder"));
-    std::filesystem::create_symlink("/proc/tty", folder / "runs");  // where no folder can be made
+    std::filesystem::create_symlink("/proc/tty", folder / "runs");
     const Outcome nowhere = run_shell(
         concat("cd ", folder.path, "; timeout 20 ", program_path("train_gpt"), " --seq 16 --data ", text_file()));
     CHECK_THAT(line_of(nowhere), ContainsSubstring("cannot make the folder runs/1: "));
