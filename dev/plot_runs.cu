@@ -42,8 +42,8 @@ Run read_run(const std::string& folder, int64_t n_smooth) {
         sum += *row.loss - (n > window ? run.losses[n - 1 - window] : 0);
         run.means.push_back(n < window ? std::nan("") : sum / static_cast<double>(window));
     }
-    check(static_cast<int64_t>(run.steps.size()) >= n_smooth, log, " has ", run.steps.size(),
-          " steps, too few for means over ", n_smooth, ": give a smaller --smooth");
+    check(std::ssize(run.steps) >= n_smooth, log, " has ", run.steps.size(), " steps, too few for means over ",
+          n_smooth, ": give a smaller --smooth");
     return run;
 }
 

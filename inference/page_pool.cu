@@ -134,14 +134,14 @@ void PagePool::check_consistency(const std::vector<int32_t>& counts) const {
         check(!p.found || find(p.before, tokens(page)) == page, "page ", page, " is not found by its text");
     }
     check(n_shared == n_shared_, n_shared, " pages are shared, not ", n_shared_);
-    check(n_found == static_cast<int64_t>(found_.size()), n_found, " pages can be found, by ", found_.size(), " texts");
+    check(n_found == std::ssize(found_), n_found, " pages can be found, by ", found_.size(), " texts");
     std::vector<bool> is_listed(pages_.size());
     for (const int32_t page : free_) {
         check(pages_[page].count == 0 && !pages_[page].found && !is_listed[page], "page ", page,
               " is not free, or twice");
         is_listed[page] = true;
     }
-    check(n_free == static_cast<int64_t>(free_.size()), n_free, " pages are free, and the list has ", free_.size());
+    check(n_free == std::ssize(free_), n_free, " pages are free, and the list has ", free_.size());
     for (int32_t page = oldest_, older = -1; page >= 0; older = page, page = pages_[page].newer) {
         check(is_kept(page) && pages_[page].older == older && !is_listed[page], "page ", page,
               " is not kept, or twice");

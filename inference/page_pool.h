@@ -24,7 +24,7 @@ class PagePool {
     PagePool(int64_t n_pages, int64_t page_size);
 
     int64_t n() const { return n_; }
-    int64_t n_free() const { return static_cast<int64_t>(free_.size()) + n_untaken(); }
+    int64_t n_free() const { return std::ssize(free_) + n_untaken(); }
     int64_t n_kept() const { return n_kept_; }
     int64_t n_shared() const { return n_shared_; }  // in several tables
     int64_t n_available() const { return n_free() + n_kept_; }

@@ -49,7 +49,7 @@ struct PagedCache::Impl {
     int64_t n_filled(const Table& t) const { return ceil_div(t.length, page_size); }  // pages with tokens
     // The last page first.
     void give_back_from(Table& t, int64_t first) {
-        while (static_cast<int64_t>(t.pages.size()) > first) {
+        while (std::ssize(t.pages) > first) {
             (t.swapped ? host : device).give_back(t.pages.back());
             t.pages.pop_back();
         }
@@ -92,7 +92,7 @@ int64_t PagedCache::share_prefix(SequenceId sequence, std::span<const int32_t> t
     Impl::Table& t = c.table_on_device(sequence);
     check(t.pages.empty(), "share_prefix: sequence ", sequence, " of the cache has ", t.length, " tokens already");
     int64_t text = PagePool::kNoText;
-    while (t.length + c.page_size < static_cast<int64_t>(tokens.size())) {
+    while (t.length + c.page_size < std::ssize(tokens)) {
         const int32_t page = c.device.find(text, tokens.subspan(t.length, c.page_size));
         if (page < 0) break;
         c.device.share(page);
@@ -106,7 +106,7 @@ int64_t PagedCache::share_prefix(SequenceId sequence, std::span<const int32_t> t
 int64_t PagedCache::pages_wanted(SequenceId sequence, int64_t n) const {
     const Impl::Table& t = impl_->table_on_device(sequence);
     if (n == 0) return 0;
-    const int64_t more = ceil_div(t.length + n, impl_->page_size) - static_cast<int64_t>(t.pages.size());
+    const int64_t more = ceil_div(t.length + n, impl_->page_size) - std::ssize(t.pages);
     const bool copies =
         t.length % impl_->page_size > 0 && impl_->device.count(t.pages[t.length / impl_->page_size]) > 1;
     return std::max<int64_t>(0, more) + copies;
@@ -137,8 +137,8 @@ bool PagedCache::reserve(SequenceId sequence, int64_t n) {
 void PagedCache::append(SequenceId sequence, std::span<const int32_t> tokens) {
     Impl& c = *impl_;
     Impl::Table& t = c.table_on_device(sequence);
-    const int64_t end = t.length + static_cast<int64_t>(tokens.size());
-    bool own = end <= static_cast<int64_t>(t.pages.size()) * c.page_size;
+    const int64_t end = t.length + std::ssize(tokens);
+    bool own = end <= std::ssize(t.pages) * c.page_size;
     if (own && !tokens.empty()) {
         const int32_t page = t.pages[t.length / c.page_size];
         own = c.device.count(page) == 1 && c.device.text(page) == PagePool::kUnknownText;
@@ -187,7 +187,7 @@ bool PagedCache::swap_out(std::span<const SequenceId> sequences) {
     }
     std::ranges::sort(without_twin);
     without_twin.erase(std::ranges::unique(without_twin).begin(), without_twin.end());
-    if (static_cast<int64_t>(without_twin.size()) > c.host.n_free()) return false;
+    if (std::ssize(without_twin) > c.host.n_free()) return false;
     for (const SequenceId sequence : sequences) {
         Impl::Table& t = c.table(sequence);
         Impl::Table out{{}, t.length, true};
@@ -291,7 +291,7 @@ CacheUse PagedCache::use() const {
         if (t.swapped) continue;
         ++use.n_sequences;
         use.sequence_rows += t.length;
-        for (int64_t i = t.length / c.page_size; i < static_cast<int64_t>(t.pages.size()); ++i)
+        for (int64_t i = t.length / c.page_size; i < std::ssize(t.pages); ++i)
             last.push_back({t.pages[i], std::max<int64_t>(0, t.length - i * c.page_size)});
     }
     std::ranges::sort(last);
@@ -311,8 +311,8 @@ void PagedCache::check_consistency() const {
     const Impl& c = *impl_;
     std::vector<int32_t> device_counts(c.device.n()), host_counts(c.host.n());
     for (const auto& [sequence, t] : c.tables) {
-        check(static_cast<int64_t>(t.pages.size()) >= c.n_filled(t), "sequence ", sequence, " of the cache has ",
-              t.length, " tokens and ", t.pages.size(), " pages");
+        check(std::ssize(t.pages) >= c.n_filled(t), "sequence ", sequence, " of the cache has ", t.length,
+              " tokens and ", t.pages.size(), " pages");
         for (const int32_t page : t.pages) ++(t.swapped ? host_counts : device_counts)[page];
     }
     c.device.check_consistency(device_counts);

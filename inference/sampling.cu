@@ -91,8 +91,8 @@ void Sampler::take_memory(int64_t max_rows, int64_t V, Arena& device, Arena& pin
 }
 
 std::vector<Sampled> Sampler::draw(Tensor logits, std::span<const SamplingRow> rows, cudaStream_t stream) {
-    expect("Sampler", "logits", logits, logits.dtype, {static_cast<int64_t>(rows.size()), -1});
-    check(static_cast<int64_t>(rows.size()) <= max_rows_, "Sampler: ", rows.size(), " rows, memory for ", max_rows_);
+    expect("Sampler", "logits", logits, logits.dtype, {std::ssize(rows), -1});
+    check(std::ssize(rows) <= max_rows_, "Sampler: ", rows.size(), " rows, memory for ", max_rows_);
     std::vector<Sampled> sampled;
     while (sampled.size() < rows.size()) {
         const size_t first = sampled.size();
@@ -151,7 +151,7 @@ void Sampler::launch(Tensor logits, cudaStream_t stream) {
     int64_t n = 0;  // elements of the tables so far
     const auto place = [&](const auto& structs) {
         using Struct = typename std::decay_t<decltype(structs)>::value_type;
-        const int64_t count = static_cast<int64_t>(structs.size()), first = n;
+        const int64_t count = std::ssize(structs), first = n;
         n += count * kStructN<Struct>;
         if (count > 0) std::memcpy(host_tables_.ptr<int32_t>() + first, structs.data(), count * sizeof(Struct));
         return tables_.slice(first, n - first).view({count, kStructN<Struct>});

@@ -20,8 +20,8 @@
 
 namespace {
 
-int64_t n_tokens(const Sequence& s) { return static_cast<int64_t>(s.tokens.size()); }
-int64_t prompt_n(const Request& r) { return static_cast<int64_t>(r.prompt.size()); }
+int64_t n_tokens(const Sequence& s) { return std::ssize(s.tokens); }
+int64_t prompt_n(const Request& r) { return std::ssize(r.prompt); }
 int64_t rows_left(const Sequence& s) { return n_tokens(s) - s.computed_n; }
 
 // Is all computed but the row of each last token? Then all of its sequences draw the next ones in the same step.
@@ -260,8 +260,8 @@ void Scheduler::start(const Request& r, Sequence& s) {
 // After a preemption by recompute a request has a single sequence in the cache. When that has the prompt's rows again,
 // the others are forked from it.
 void Scheduler::start_sequences(Request& r) {
-    check(!r.sequences.empty() && static_cast<int64_t>(r.sequences.size()) <= r.n, "request ", r.id, " has ",
-          r.sequences.size(), " sequences before a step, and n is ", r.n, ": drop some, or remove it");
+    check(!r.sequences.empty() && std::ssize(r.sequences) <= r.n, "request ", r.id, " has ", r.sequences.size(),
+          " sequences before a step, and n is ", r.n, ": drop some, or remove it");
     const Sequence& first = *r.sequences.front();
     if (!first.cached) start(r, *r.sequences.front());  // the one that was has been dropped
     for (const auto& s : r.sequences) {
@@ -287,7 +287,7 @@ void Scheduler::append(Step& step, size_t first, bool single) {
 void Scheduler::add_draft(Step& step, StepPart& part) {
     Sequence& s = *part.sequence;
     const int64_t answer_left = prompt_n(*part.request) + part.request->max_tokens - n_tokens(s);
-    int64_t n = std::min({static_cast<int64_t>(s.draft.size()), step.rows_left, answer_left - 1});
+    int64_t n = std::min({std::ssize(s.draft), step.rows_left, answer_left - 1});
     while (!cache_.reserve(*s.cached, n)) --n;
     s.draft.resize(n);
     cache_.append(*s.cached, s.draft);

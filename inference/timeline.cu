@@ -23,8 +23,7 @@ void Timeline::step(std::span<const StepPart> parts) {
     for (const StepPart& part : parts) {
         const auto at = row_of_.find(part.request->id);
         check(at != row_of_.end(), "timeline: request ", part.request->id, " is in a step, and has not arrived");
-        const bool is_prefill =
-            part.first < static_cast<int64_t>(part.request->prompt.size()) || part.n > part.n_logits;
+        const bool is_prefill = part.first < std::ssize(part.request->prompt) || part.n > part.n_logits;
         rows_[at->second].states.back() = is_prefill ? State::prefill : State::decode;
     }
 }
