@@ -39,13 +39,11 @@ __global__ void few_rows_naive_kernel(T* out, const T* inp, const T* weight, int
     out[i] = from_float<T>(sum);
 }
 
-void few_rows_naive(const Problem& p, cudaStream_t stream) {
-    dispatch(p.out.dtype, [&](auto zero) {
-        using T = decltype(zero);
-        few_rows_naive_kernel<T><<<blocks_for(p.N * p.O, kBlock), kBlock, 0, stream>>>(
-            p.out.ptr<T>(), p.inp.ptr<T>(), p.weight.ptr<T>(), p.N, p.O, p.C);
-        cudaCheckLaunch();
-    });
+template <class T>
+void launch_naive(const Problem& p, cudaStream_t stream) {
+    few_rows_naive_kernel<T><<<blocks_for(p.N * p.O, kBlock), kBlock, 0, stream>>>(p.out.ptr<T>(), p.inp.ptr<T>(),
+                                                                                   p.weight.ptr<T>(), p.N, p.O, p.C);
+    cudaCheckLaunch();
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -80,7 +78,7 @@ __global__ void few_rows_warp_kernel(T* out, const T* inp, const T* weight, int6
     }
 }
 
-template <int n, int kRows, class T>
+template <class T, int n, int kRows>
 void launch_warp(const Problem& p, cudaStream_t stream) {
     const dim3 grid(blocks_for(p.O * kWarp, kBlock), static_cast<unsigned>(ceil_div(p.N, kRows)));
     few_rows_warp_kernel<n, kRows, T>
@@ -88,23 +86,16 @@ void launch_warp(const Problem& p, cudaStream_t stream) {
     cudaCheckLaunch();
 }
 
-void few_rows_warp(const Problem& p, cudaStream_t stream) {
-    dispatch(p.out.dtype, [&](auto zero) { launch_warp<1, 1, decltype(zero)>(p, stream); });
-}
-
-template <int kRows>
+template <class T, int kRows>
 void launch_packed(const Problem& p, cudaStream_t stream) {
-    dispatch(p.out.dtype, [&](auto zero) {
-        using T = decltype(zero);
-        if (p.C % Packed<T>::n == 0) launch_warp<Packed<T>::n, kRows, T>(p, stream);
-        else launch_warp<1, kRows, T>(p, stream);
-    });
+    if (p.C % Packed<T>::n == 0) launch_warp<T, Packed<T>::n, kRows>(p, stream);
+    else launch_warp<T, 1, kRows>(p, stream);
 }
-void few_rows_packed(const Problem& p, cudaStream_t stream) { launch_packed<1>(p, stream); }
-void few_rows_shared(const Problem& p, cudaStream_t stream) {
-    if (p.N == 1) launch_packed<1>(p, stream);
-    else if (p.N <= 4) launch_packed<4>(p, stream);
-    else launch_packed<kMostRows>(p, stream);
+template <class T>
+void launch_shared(const Problem& p, cudaStream_t stream) {
+    if (p.N == 1) launch_packed<T, 1>(p, stream);
+    else if (p.N <= 4) launch_packed<T, 4>(p, stream);
+    else launch_packed<T, kMostRows>(p, stream);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -130,14 +121,12 @@ __global__ void few_rows_int8_kernel(T* out, const T* inp, const int8_t* codes, 
     if (lane == 0) out[row * O + o] = from_float<T>(scale[o] * sum);
 }
 
-void few_rows_int8(const Problem& p, cudaStream_t stream) {
+template <class T>
+void launch_int8(const Problem& p, cudaStream_t stream) {
     const dim3 grid(blocks_for(p.O * kWarp, kBlock), static_cast<unsigned>(p.N));
-    dispatch(p.out.dtype, [&](auto zero) {
-        using T = decltype(zero);
-        few_rows_int8_kernel<T><<<grid, kBlock, 0, stream>>>(
-            p.out.ptr<T>(), p.inp.ptr<T>(), p.quantised.codes.ptr<int8_t>(), p.quantised.scale.ptr<float>(), p.O, p.C);
-        cudaCheckLaunch();
-    });
+    few_rows_int8_kernel<T><<<grid, kBlock, 0, stream>>>(
+        p.out.ptr<T>(), p.inp.ptr<T>(), p.quantised.codes.ptr<int8_t>(), p.quantised.scale.ptr<float>(), p.O, p.C);
+    cudaCheckLaunch();
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -184,24 +173,26 @@ void climb(Ladder& ladder) {
     std::vector<int8_t> codes(static_cast<size_t>(O * C));
     copy_to_host(codes.data(), p.quantised.codes);
 
-    const auto rung = [&](const char* name, const char* why, void (*launch)(const Problem&, cudaStream_t)) {
-        ladder.rung(name, why, [&](cudaStream_t stream) { launch(p, stream); });
-    };
     const double activations = static_cast<double>(p.inp.bytes() + p.out.bytes());
     ladder.table("few_rows", Limit::copy, static_cast<double>(p.weight.bytes()) + activations);
     ladder.expects({product_reference(p, inp, [&](int64_t i) { return double{weight[static_cast<size_t>(i)]}; })});
-    rung("naive", "one thread per element", few_rows_naive);
-    rung("warp", "neighbouring lanes read neighbours", few_rows_warp);
-    rung("16 bytes", "4 or 8 weights per load", few_rows_packed);
-    rung("shared rows", "each loaded weight for all rows of inp", few_rows_shared);
-    rung("product", "two rows of the weight for each load of inp", few_rows_product);
+    dispatch(ladder.dtype(), [&](auto zero) {
+        using T = decltype(zero);
+        ladder.rung("naive", "one thread per element", [&](auto s) { launch_naive<T>(p, s); });
+        ladder.rung("warp", "neighbouring lanes read neighbours", [&](auto s) { launch_warp<T, 1, 1>(p, s); });
+        ladder.rung("16 bytes", "4 or 8 weights per load", [&](auto s) { launch_packed<T, 1>(p, s); });
+        ladder.rung("shared rows", "each loaded weight for all rows of inp", [&](auto s) { launch_shared<T>(p, s); });
+        ladder.rung("product", "two rows of the weight for each load of inp", [&](auto s) { few_rows_product(p, s); });
 
-    ladder.table("few_rows, int8", Limit::copy,
-                 static_cast<double>(p.quantised.codes.bytes() + p.quantised.scale.bytes()) + activations);
-    ladder.expects({product_reference(
-        p, inp, [&](int64_t i) { return double{scale[static_cast<size_t>(i / C)]} * codes[static_cast<size_t>(i)]; })});
-    rung("codes", "a warp per element, 1 byte per weight", few_rows_int8);
-    rung("product, int8", "16 bytes per load, shared by all rows", few_rows_quantised);
+        ladder.table("few_rows, int8", Limit::copy,
+                     static_cast<double>(p.quantised.codes.bytes() + p.quantised.scale.bytes()) + activations);
+        ladder.expects({product_reference(p, inp, [&](int64_t i) {
+            return double{scale[static_cast<size_t>(i / C)]} * codes[static_cast<size_t>(i)];
+        })});
+        ladder.rung("codes", "a warp per element, 1 byte per weight", [&](auto s) { launch_int8<T>(p, s); });
+        ladder.rung("product, int8", "16 bytes per load, shared by all rows",
+                    [&](auto s) { few_rows_quantised(p, s); });
+    });
 }
 
 }  // namespace
