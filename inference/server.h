@@ -15,7 +15,6 @@
 
 #include <atomic>
 #include <condition_variable>
-#include <future>
 #include <mutex>
 
 // An error that the client is told, with its HTTP status. code and param are OpenAI's: what kind of mistake, in which
