@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 
 namespace {
 
@@ -22,12 +21,6 @@ constexpr Canvas::Color kForward[2] = {{120, 175, 225}, {35, 90, 160}}, kByInput
 constexpr int kRankHeight = kLane + kAlive + kLaneGap;
 int height_of(const PipelinePanel& panel) { return kTitle + panel.schedule->p * kRankHeight + kAxis + kPanelGap; }
 
-std::string three_digits(double value) {
-    char text[32];
-    std::snprintf(text, sizeof text, "%.3g", value);
-    return text;
-}
-
 class Panel {
   public:
     Panel(Canvas& canvas, double top, const PipelinePanel& panel, double duration, double most)
@@ -38,7 +31,7 @@ class Panel {
         canvas_.text({12, top_ + 20}, panel_.title, 11, kInk, Canvas::Align::left, true);
         std::string subtitle = panel_.subtitle;
         if (const double end = end_of(*panel_.ranks); end > duration_ * 1.0001)
-            subtitle += concat("; cut: it ends at ", panel_.seconds ? human_seconds(end) : three_digits(end));
+            subtitle += concat("; cut: it ends at ", panel_.seconds ? human_seconds(end) : format("%.3g", end));
         canvas_.text({12, top_ + 40}, Canvas::shorten(subtitle, kText, kWidth - 24), kText, kInk);
         for (int rank = 0; rank < s_.p; ++rank) {
             draw_lane(rank);
@@ -110,7 +103,7 @@ class Panel {
             if (what == Do::forward) advance(span.start, level + unit);
             else if (what == Do::backward_weight || what == Do::backward) advance(span.end, level - unit);
         }
-        const std::string peak = three_digits(peak_activations(s_)[static_cast<size_t>(rank)]);
+        const std::string peak = format("%.3g", peak_activations(s_)[static_cast<size_t>(rank)]);
         canvas_.text({kWidth - kRight + 10, top + 9}, concat("keeps ", peak), kText, kInk);
     }
 
@@ -150,7 +143,7 @@ class Panel {
         for (int tick = 0; tick * step <= duration_ * 1.0001; ++tick) {
             const double t = tick * step, x = x_of(t);
             canvas_.line({{x, y}, {x, y + 4}}, 1, kPale);
-            canvas_.text({x, y + 17}, panel_.seconds && tick > 0 ? human_seconds(t) : three_digits(t), kText, kInk,
+            canvas_.text({x, y + 17}, panel_.seconds && tick > 0 ? human_seconds(t) : format("%.3g", t), kText, kInk,
                          Canvas::Align::center);
         }
     }
@@ -212,8 +205,8 @@ void write_pipeline_panels(const std::string& path, const std::vector<PipelinePa
 
 std::string panel_subtitle(const PipelineSchedule& schedule, double bubble) {
     std::string text =
-        concat("bubble ", three_digits(100 * std::max(0.0, bubble)), " %; activations kept at most, by rank:");
-    for (const double peak : peak_activations(schedule)) text += concat(" ", three_digits(peak));
+        concat("bubble ", format("%.3g", 100 * std::max(0.0, bubble)), " %; activations kept at most, by rank:");
+    for (const double peak : peak_activations(schedule)) text += concat(" ", format("%.3g", peak));
     if (!schedule.asynchronous) return text;
     text += "; versions of the weights:";
     for (const int n : schedule.versions) text += concat(" ", n);

@@ -22,13 +22,8 @@ namespace {
 
 // "3.5", "4", "1e-06"
 std::string short_number(double value) {
-    char text[32];
-    if (value < 1) {
-        std::snprintf(text, sizeof text, "%.2g", value);
-        return text;
-    }
-    std::snprintf(text, sizeof text, "%.2f", value);
-    std::string number = text;
+    if (value < 1) return format("%.2g", value);
+    std::string number = format("%.2f", value);
     number.erase(number.find_last_not_of('0') + 1);
     if (number.back() == '.') number.pop_back();
     return number;
@@ -187,12 +182,6 @@ std::string joined(const std::vector<T>& numbers) {
     return text;
 }
 
-std::string fixed(double value) {
-    char text[32];
-    std::snprintf(text, sizeof text, "%.4f", value);
-    return text;
-}
-
 void print_legend(const PipelineSchedule& s, const Times& times) {
     const StageTimes& t = times.stages[0];
     const size_t n_here = s.stages_of(0).size();
@@ -223,6 +212,12 @@ std::string pipeline_drawing(const PipelineSchedule& schedule, const std::vector
     return Drawing(schedule, ranks, width).text(colored);
 }
 
+std::string format(const char* pattern, double value) {
+    char text[64];
+    std::snprintf(text, sizeof text, pattern, value);
+    return text;
+}
+
 double end_of(const std::vector<std::vector<Span>>& ranks) {
     double end = 0;
     for (const std::vector<Span>& spans : ranks)
@@ -238,7 +233,7 @@ std::vector<double> peak_activations(const PipelineSchedule& s) {
 }
 
 std::string pipeline_summary(const PipelineSchedule& s, double bubble) {
-    return concat(s.name, " p ", s.p, " m ", s.m, ": bubble ", fixed(bubble), ", peak activations ",
+    return concat(s.name, " p ", s.p, " m ", s.m, ": bubble ", format("%.4f", bubble), ", peak activations ",
                   joined(peak_activations(s)), ", weight versions ", joined(s.versions));
 }
 
@@ -274,7 +269,7 @@ void print_comparison(const TrainOptions& o, std::vector<DrawnPipeline>& drawn) 
         one.pipeline = name;
         try {
             const DrawnPipeline d = simulated_pipeline(one);
-            std::printf("%-12s %7s %7s  %-*s  %s\n", name.c_str(), fixed(d.simulation.bubble).c_str(),
+            std::printf("%-12s %7s %7s  %-*s  %s\n", name.c_str(), format("%.4f", d.simulation.bubble).c_str(),
                         short_number(d.simulation.end).c_str(), static_cast<int>(3 * o.pp + 8),
                         joined(peak_activations(d.schedule)).c_str(), joined(d.schedule.versions).c_str());
             drawn.push_back(d);

@@ -230,12 +230,6 @@ Account account_of(Trainer& t) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Tables
 
-std::string format(const char* pattern, double value) {
-    char text[64];
-    std::snprintf(text, sizeof text, pattern, value);
-    return text;
-}
-
 std::string table_row(const char* name, const Row& row, const std::string& why) {
     return concat("| ", name, " | ", row.launches, " | ", format("%.3f", row.least / 1e9), " | ",
                   format("%.3f", row.moved / 1e9), " | ", row.flops > 0 ? format("%.3f", row.flops / 1e12) : "", " | ",
