@@ -43,11 +43,6 @@ std::string reason_to_write(int error) {
                                          : "");
 }
 
-std::string folder_of(const std::string& path) {
-    std::string folder = std::filesystem::path(path).parent_path().string();
-    return folder.empty() ? "." : folder;
-}
-
 // Opens a file for reading. Only regular files when `regular`: open() of a pipe would wait for its writer.
 int open_to_read(const std::string& path, bool regular, struct stat& status) {
     if (::stat(path.c_str(), &status) != 0) {
@@ -209,6 +204,10 @@ bool is_folder(const std::string& path) {
     return std::filesystem::is_directory(path, ignored);
 }
 
+std::string folder_of(const std::string& path) {
+    std::string folder = std::filesystem::path(path).parent_path().string();
+    return folder.empty() ? "." : folder;
+}
 std::vector<std::filesystem::directory_entry> folder_entries(const std::string& folder, std::error_code& error) {
     std::vector<std::filesystem::directory_entry> entries;
     std::filesystem::directory_iterator entry(folder, error);

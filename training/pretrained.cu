@@ -28,17 +28,12 @@ const char* const kTokenizerFiles[] = {
 const char* const kGenerationFile = "generation_config.json";
 const char* const kTemplateFolder = "additional_chat_templates";  // those that have names: for tools, for example
 
-std::string parent_of(const std::string& path) {
-    const std::string parent = fs::path(path).parent_path().string();
-    return parent.empty() ? "." : parent;
-}
-
 // The folder that a run has its model from; "" for a preset.
 std::string model_folder(const TrainOptions& o) {
     if (o.resume) return o.checkpoint;
     if (!o.init.empty()) return o.init;
     if (find_preset(o.model)) return "";
-    return is_folder(o.model) ? o.model : parent_of(o.model);
+    return is_folder(o.model) ? o.model : folder_of(o.model);
 }
 
 // The tokenizer.json of a run, or "". A checkpoint has a copy of it, also where the original has moved.
@@ -147,7 +142,7 @@ ModelFiles collect_model_files(const TrainOptions& o, const Config& config, cons
     if (is_bytes) {
         if (config.V >= 256) model.files["tokenizer.json"] = byte_tokenizer_json();
     } else if (found.path.empty() || fs::path(found.path).filename() == "tokenizer.json") {
-        const std::string from = found.path.empty() ? folder : parent_of(found.path);
+        const std::string from = found.path.empty() ? folder : folder_of(found.path);
         if (!from.empty()) copy_tokenizer(model, from);
     } else {  // a file with a name of its own: those beside it belong to others
         model.files["tokenizer.json"] = read_text_file(found.path);
