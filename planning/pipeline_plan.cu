@@ -41,17 +41,12 @@ States states_of(const Trainer& t, const ModelPart& part) {
     return {model.n, static_cast<int64_t>(weights.bytes()), static_cast<int64_t>(grads.bytes()), others};
 }
 
-// How many versions of its weights a rank keeps at the same time.
-int versions_of(const PipelineSchedule& schedule, int rank) {
-    return schedule.versions.empty() ? 1 : schedule.versions[static_cast<size_t>(rank)];
-}
-
 // Bytes in the columns of a rank, with copies of weights and states.
 int64_t listed_bytes(const Trainer& t, int rank) {
     const States its = states_of(t, t.pipeline->stages_of(rank).part);
     const int64_t put_back = validates_later(t.options) ? its.weights + its.others : 0;
-    return versions_of(t.pipeline->schedule(), rank) * its.weights + its.grads + its.others + put_back +
-           t.pipeline->planned(rank).activations;
+    return t.pipeline->schedule().versions[static_cast<size_t>(rank)] * its.weights + its.grads + its.others +
+           put_back + t.pipeline->planned(rank).activations;
 }
 
 }  // namespace
@@ -85,7 +80,8 @@ void print_pipeline_plan(const Trainer& t) {
         std::printf("%4d  %-24s %10s %10s %10s %10s %10s %10s %12s %8d\n", rank, part_text(part).c_str(),
                     human_count(static_cast<double>(its.parameters)).c_str(), text(its.weights).c_str(),
                     text(its.grads).c_str(), text(its.others).c_str(), text(traffic.activations).c_str(),
-                    text(traffic.longer).c_str(), text(traffic.bytes).c_str(), versions_of(schedule, rank));
+                    text(traffic.longer).c_str(), text(traffic.bytes).c_str(),
+                    schedule.versions[static_cast<size_t>(rank)]);
     }
     std::printf("what follows is of rank 0\n");
 }
