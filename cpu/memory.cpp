@@ -14,6 +14,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 namespace cuda_cpu {
@@ -33,39 +34,34 @@ std::map<uintptr_t, Allocation> allocations;  // by address
 
 std::atomic<bool> takes_addresses_alone = false;
 
-// The allocation that [pointer, pointer + bytes) lies in; with the mutex held.
-const Allocation* find(const void* pointer, size_t bytes) {
+// The allocation that [pointer, pointer + bytes) lies in.
+std::optional<Allocation> find(const void* pointer, size_t bytes) {
     const uintptr_t address = reinterpret_cast<uintptr_t>(pointer);
+    const std::lock_guard lock(mutex);
     auto at = allocations.upper_bound(address);
-    if (at == allocations.begin()) return nullptr;
+    if (at == allocations.begin()) return {};
     --at;
-    return address + bytes <= at->first + at->second.bytes ? &at->second : nullptr;
+    if (address + bytes > at->first + at->second.bytes) return {};
+    return at->second;
 }
 bool is_device_memory(const void* pointer, size_t bytes) {
-    const std::lock_guard lock(mutex);
-    const Allocation* allocation = find(pointer, bytes);
+    const auto allocation = find(pointer, bytes);
     return allocation && allocation->kind != MemoryKind::pinned_host;
 }
 bool is_of_device(const void* pointer) {  // and no page of it can move to the host
-    const std::lock_guard lock(mutex);
-    const Allocation* allocation = find(pointer, 1);
+    const auto allocation = find(pointer, 1);
     return allocation && allocation->kind == MemoryKind::device;
 }
 bool is_managed(const void* pointer, size_t bytes) {
-    const std::lock_guard lock(mutex);
-    const Allocation* allocation = find(pointer, bytes);
+    const auto allocation = find(pointer, bytes);
     return allocation && allocation->kind == MemoryKind::managed;
 }
-bool is_known(const void* pointer, size_t bytes) {
-    const std::lock_guard lock(mutex);
-    return find(pointer, bytes) != nullptr;
-}
+bool is_known(const void* pointer, size_t bytes) { return find(pointer, bytes).has_value(); }
 
 // At addresses without memory a copy or memset that is not captured does nothing.
 bool has_memory(const void* pointer) {
     if (!takes_addresses_alone) return true;
-    const std::lock_guard lock(mutex);
-    const Allocation* allocation = find(pointer, 1);
+    const auto allocation = find(pointer, 1);
     return !allocation || !allocation->is_addresses;
 }
 
@@ -142,21 +138,19 @@ cudaError_t allocate(void** pointer, size_t bytes, MemoryKind kind) {
 cudaError_t release(void* pointer, bool pinned_host) {
     if (!pointer) return cudaSuccess;
     if (const cudaError_t error = refuse_in_capture()) return error;
-    int device = 0;
-    {
-        const std::lock_guard lock(mutex);
-        const auto at = allocations.find(reinterpret_cast<uintptr_t>(pointer));
-        if (at == allocations.end() || (at->second.kind == MemoryKind::pinned_host) != pinned_host)
-            return remember(cudaErrorInvalidValue);
-        device = at->second.device;
-    }
-    if (strict) wait_for_device(device);  // cudaFree waits for the device
-    if (count_end) count_end();
     const uintptr_t address = reinterpret_cast<uintptr_t>(pointer);
     Allocation allocation;
     {
         const std::lock_guard lock(mutex);
-        allocation = allocations.at(address);
+        const auto at = allocations.find(address);
+        if (at == allocations.end() || (at->second.kind == MemoryKind::pinned_host) != pinned_host)
+            return remember(cudaErrorInvalidValue);
+        allocation = at->second;
+    }
+    if (strict) wait_for_device(allocation.device);  // cudaFree waits for the device
+    if (count_end) count_end();
+    {
+        const std::lock_guard lock(mutex);
         allocations.erase(address);
     }
     const size_t bytes = allocation.bytes;
