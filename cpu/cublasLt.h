@@ -85,10 +85,8 @@ enum cublasComputeType_t {
     CUBLAS_COMPUTE_32F_FAST_TF32 = 77,
 };
 
-const char* cublasGetStatusName(cublasStatus_t status);    // "CUBLAS_STATUS_INVALID_VALUE"
-const char* cublasGetStatusString(cublasStatus_t status);  // "an argument is missing, out of range, ..."
-const char* cublasLtGetStatusName(cublasStatus_t status);
-const char* cublasLtGetStatusString(cublasStatus_t status);
+const char* cublasLtGetStatusName(cublasStatus_t status);    // "CUBLAS_STATUS_INVALID_VALUE"
+const char* cublasLtGetStatusString(cublasStatus_t status);  // "an argument is missing, out of range, ..."
 size_t cublasLtGetVersion();
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ struct cublasLtContext {};
 
 namespace {
 
+using Layout = cublasLtMatrixLayoutOpaque_t;
+using Operation = cublasLtMatmulDescOpaque_t;
 using cuda_cpu::aux_bit, cuda_cpu::bgrad_bit;
 using cuda_cpu::element_bytes, cuda_cpu::is_fp8, cuda_cpu::Matrix, cuda_cpu::Multiplication;
 
@@ -21,7 +23,7 @@ bool is_16_bit(int32_t type) { return type == CUDA_R_16F || type == CUDA_R_16BF;
 // ---------------------------------------------------------------------------------------------------------------------
 // What is refused
 
-cublasStatus_t check_layout(const cublasLtMatrixLayoutOpaque_t& layout) {
+cublasStatus_t check_layout(const Layout& layout) {
     if (layout.order != CUBLASLT_ORDER_COL && layout.order != CUBLASLT_ORDER_ROW) return CUBLAS_STATUS_NOT_SUPPORTED;
     const uint64_t length = layout.order == CUBLASLT_ORDER_COL ? layout.rows : layout.columns;
     if (layout.rows == 0 || layout.columns == 0 || layout.batch_count < 1) return CUBLAS_STATUS_INVALID_VALUE;
@@ -65,8 +67,7 @@ bool epilogue_is_known(uint32_t epilogue) {
     }
 }
 
-cublasStatus_t check_epilogue(const cublasLtMatmulDescOpaque_t& operation, const cublasLtMatrixLayoutOpaque_t& c,
-                              const cublasLtMatrixLayoutOpaque_t& d, int32_t bias_type) {
+cublasStatus_t check_epilogue(const Operation& operation, const Layout& c, const Layout& d, int32_t bias_type) {
     if (!epilogue_is_known(operation.epilogue)) return CUBLAS_STATUS_NOT_SUPPORTED;
     constexpr uint32_t uses_bias =
         CUBLASLT_EPILOGUE_BIAS | bgrad_bit | CUBLASLT_EPILOGUE_BGRADA | CUBLASLT_EPILOGUE_BGRADB;
@@ -91,8 +92,7 @@ cublasStatus_t check_epilogue(const cublasLtMatmulDescOpaque_t& operation, const
 }
 
 // What Hopper's fp8 kernels require.
-bool fp8_is_supported(const cublasLtMatmulDescOpaque_t& operation, const cublasLtMatrixLayoutOpaque_t& a,
-                      const cublasLtMatrixLayoutOpaque_t& b, const cublasLtMatrixLayoutOpaque_t& d) {
+bool fp8_is_supported(const Operation& operation, const Layout& a, const Layout& b, const Layout& d) {
     if (operation.transpose_a == CUBLAS_OP_N || operation.transpose_b != CUBLAS_OP_N) return false;
     if (a.order != CUBLASLT_ORDER_COL || b.order != CUBLASLT_ORDER_COL || d.order != CUBLASLT_ORDER_COL) return false;
     return a.rows % 16 == 0 && d.rows % 16 == 0 && a.ld % 16 == 0 && b.ld % 16 == 0 &&
@@ -101,7 +101,7 @@ bool fp8_is_supported(const cublasLtMatmulDescOpaque_t& operation, const cublasL
 
 // Scales for blocks of fp8 matrices. NVIDIA's manual gives the pairs of modes, D's types and that m and n are multiples
 // of 4; it names no epilogues and no batches: we allow the epilogues that Transformer Engine has tried and uses.
-cublasStatus_t check_block_scales(const cublasLtMatmulDescOpaque_t& operation, const cublasLtMatrixLayoutOpaque_t& d) {
+cublasStatus_t check_block_scales(const Operation& operation, const Layout& d) {
     const auto is_block = [](int32_t mode) {
         return mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F || mode == CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
     };
@@ -119,10 +119,8 @@ cublasStatus_t check_block_scales(const cublasLtMatmulDescOpaque_t& operation, c
                : CUBLAS_STATUS_NOT_SUPPORTED;
 }
 
-using Layout = cublasLtMatrixLayoutOpaque_t;
-
-cublasStatus_t check(const cublasLtMatmulDescOpaque_t& operation, const Layout& a, const Layout& b, const Layout& c,
-                     const Layout& d, int32_t* bias_type) {
+cublasStatus_t check(const Operation& operation, const Layout& a, const Layout& b, const Layout& c, const Layout& d,
+                     int32_t* bias_type) {
     for (const Layout* layout : {&a, &b, &c, &d})
         if (const cublasStatus_t status = check_layout(*layout); status != CUBLAS_STATUS_SUCCESS) return status;
     for (const int32_t transpose : {operation.transpose_a, operation.transpose_b, operation.transpose_c})
@@ -181,7 +179,7 @@ Field field(T& member) {
     return {&member, sizeof(T)};
 }
 
-Field find(cublasLtMatrixLayoutOpaque_t& layout, cublasLtMatrixLayoutAttribute_t attribute) {
+Field find(Layout& layout, cublasLtMatrixLayoutAttribute_t attribute) {
     switch (attribute) {
         case CUBLASLT_MATRIX_LAYOUT_TYPE: return field(layout.type);
         case CUBLASLT_MATRIX_LAYOUT_ORDER: return field(layout.order);
@@ -194,7 +192,7 @@ Field find(cublasLtMatrixLayoutOpaque_t& layout, cublasLtMatrixLayoutAttribute_t
     return {};
 }
 
-Field find(cublasLtMatmulDescOpaque_t& operation, cublasLtMatmulDescAttributes_t attribute) {
+Field find(Operation& operation, cublasLtMatmulDescAttributes_t attribute) {
     switch (attribute) {
         case CUBLASLT_MATMUL_DESC_COMPUTE_TYPE: return field(operation.compute_type);
         case CUBLASLT_MATMUL_DESC_SCALE_TYPE: return field(operation.scale_type);
@@ -308,6 +306,26 @@ std::vector<cuda_cpu::Access> accesses_of(const Multiplication& p) {
     scale(p.c_scale, 1, false), scale(p.d_scale, 1, false), scale(p.d_amax, 1, true);
     scale(p.device_alpha, 1, false), scale(p.device_beta, 1, false);
     return all;
+}
+
+// The name of a status, and what it says.
+std::pair<const char*, const char*> words_for(cublasStatus_t status) {
+#define STATUS(name, text) \
+    case name: return std::pair(#name, text)
+    switch (status) {
+        STATUS(CUBLAS_STATUS_SUCCESS, "success");
+        STATUS(CUBLAS_STATUS_NOT_INITIALIZED, "no library handle was given");
+        STATUS(CUBLAS_STATUS_ALLOC_FAILED, "out of memory");
+        STATUS(CUBLAS_STATUS_INVALID_VALUE, "an argument is missing, out of range, or contradicts another");
+        STATUS(CUBLAS_STATUS_ARCH_MISMATCH, "the device lacks what this function needs");
+        STATUS(CUBLAS_STATUS_MAPPING_ERROR, "device memory could not be accessed");
+        STATUS(CUBLAS_STATUS_EXECUTION_FAILED, "the kernel failed");
+        STATUS(CUBLAS_STATUS_INTERNAL_ERROR, "an internal operation failed");
+        STATUS(CUBLAS_STATUS_NOT_SUPPORTED, "no kernel exists for this combination of types, layouts and epilogue");
+        STATUS(CUBLAS_STATUS_LICENSE_ERROR, "the license check failed");
+    }
+#undef STATUS
+    return {"unrecognized status", "unrecognized status"};
 }
 
 }  // namespace
@@ -468,37 +486,5 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t oper
 
 size_t cublasLtGetVersion() { return CUBLAS_VERSION; }
 
-const char* cublasGetStatusName(cublasStatus_t status) {
-    switch (status) {
-        case CUBLAS_STATUS_SUCCESS: return "CUBLAS_STATUS_SUCCESS";
-        case CUBLAS_STATUS_NOT_INITIALIZED: return "CUBLAS_STATUS_NOT_INITIALIZED";
-        case CUBLAS_STATUS_ALLOC_FAILED: return "CUBLAS_STATUS_ALLOC_FAILED";
-        case CUBLAS_STATUS_INVALID_VALUE: return "CUBLAS_STATUS_INVALID_VALUE";
-        case CUBLAS_STATUS_ARCH_MISMATCH: return "CUBLAS_STATUS_ARCH_MISMATCH";
-        case CUBLAS_STATUS_MAPPING_ERROR: return "CUBLAS_STATUS_MAPPING_ERROR";
-        case CUBLAS_STATUS_EXECUTION_FAILED: return "CUBLAS_STATUS_EXECUTION_FAILED";
-        case CUBLAS_STATUS_INTERNAL_ERROR: return "CUBLAS_STATUS_INTERNAL_ERROR";
-        case CUBLAS_STATUS_NOT_SUPPORTED: return "CUBLAS_STATUS_NOT_SUPPORTED";
-        case CUBLAS_STATUS_LICENSE_ERROR: return "CUBLAS_STATUS_LICENSE_ERROR";
-    }
-    return "unrecognized status";
-}
-
-const char* cublasGetStatusString(cublasStatus_t status) {
-    switch (status) {
-        case CUBLAS_STATUS_SUCCESS: return "success";
-        case CUBLAS_STATUS_NOT_INITIALIZED: return "no library handle was given";
-        case CUBLAS_STATUS_ALLOC_FAILED: return "out of memory";
-        case CUBLAS_STATUS_INVALID_VALUE: return "an argument is missing, out of range, or contradicts another";
-        case CUBLAS_STATUS_ARCH_MISMATCH: return "the device lacks what this function needs";
-        case CUBLAS_STATUS_MAPPING_ERROR: return "device memory could not be accessed";
-        case CUBLAS_STATUS_EXECUTION_FAILED: return "the kernel failed";
-        case CUBLAS_STATUS_INTERNAL_ERROR: return "an internal operation failed";
-        case CUBLAS_STATUS_NOT_SUPPORTED: return "no kernel exists for this combination of types, layouts and epilogue";
-        case CUBLAS_STATUS_LICENSE_ERROR: return "the license check failed";
-    }
-    return "unrecognized status";
-}
-
-const char* cublasLtGetStatusName(cublasStatus_t status) { return cublasGetStatusName(status); }
-const char* cublasLtGetStatusString(cublasStatus_t status) { return cublasGetStatusString(status); }
+const char* cublasLtGetStatusName(cublasStatus_t status) { return words_for(status).first; }
+const char* cublasLtGetStatusString(cublasStatus_t status) { return words_for(status).second; }

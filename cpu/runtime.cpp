@@ -72,6 +72,36 @@ bool has_asked(const Launch& launch) {
 
 size_t most_shared() { return size_t{1024} * shown().shared_kib; }
 
+// The name of an error, and what it says.
+std::pair<const char*, const char*> words_for(cudaError_t error) {
+#define ERROR(name, text) \
+    case name: return std::pair(#name, text)
+    switch (error) {
+        ERROR(cudaSuccess, "no error");
+        ERROR(cudaErrorInvalidValue, "invalid argument");
+        ERROR(cudaErrorMemoryAllocation, "out of memory");
+        ERROR(cudaErrorInvalidConfiguration, "invalid grid or block size in a kernel launch");
+        ERROR(cudaErrorNoDevice, "no device");
+        ERROR(cudaErrorInvalidDevice, "no such device (CUDA_CPU_DEVICES says how many the CPU shows)");
+        ERROR(cudaErrorInvalidResourceHandle, "invalid stream or event");
+        ERROR(cudaErrorNotReady, "not finished yet");
+        ERROR(cudaErrorLaunchFailure, "kernel launch failed");
+        ERROR(cudaErrorNotSupported, "not supported on the CPU device");
+        ERROR(cudaErrorIllegalState, "the stream is captured already, or is not captured");
+        ERROR(cudaErrorStreamCaptureUnsupported, "not possible while a stream is captured");
+        ERROR(cudaErrorStreamCaptureInvalidated, "the capture is void because of an earlier error");
+        ERROR(cudaErrorStreamCaptureMerge, "two captures cannot become one");
+        ERROR(cudaErrorStreamCaptureUnmatched, "the capture began in another stream");
+        ERROR(cudaErrorStreamCaptureUnjoined, "a captured stream's work was not waited for by the first stream");
+        ERROR(cudaErrorStreamCaptureIsolation, "captured work cannot wait for work outside of the capture");
+        ERROR(cudaErrorStreamCaptureImplicit, "the default stream would have to wait for a captured stream");
+        ERROR(cudaErrorCapturedEvent, "the event was recorded in a captured stream");
+        ERROR(cudaErrorStreamCaptureWrongThread, "the capture began in another thread");
+    }
+#undef ERROR
+    return {"unknown error", "unknown error"};
+}
+
 }  // namespace
 
 cudaError_t allow_shared(const void* function, int bytes) {
@@ -103,56 +133,8 @@ bool prepare_launch(Launch& launch) {
 
 using namespace cuda_cpu;
 
-const char* cudaGetErrorName(cudaError_t error) {
-    switch (error) {
-        case cudaSuccess: return "cudaSuccess";
-        case cudaErrorInvalidValue: return "cudaErrorInvalidValue";
-        case cudaErrorMemoryAllocation: return "cudaErrorMemoryAllocation";
-        case cudaErrorInvalidConfiguration: return "cudaErrorInvalidConfiguration";
-        case cudaErrorNoDevice: return "cudaErrorNoDevice";
-        case cudaErrorInvalidDevice: return "cudaErrorInvalidDevice";
-        case cudaErrorInvalidResourceHandle: return "cudaErrorInvalidResourceHandle";
-        case cudaErrorNotReady: return "cudaErrorNotReady";
-        case cudaErrorLaunchFailure: return "cudaErrorLaunchFailure";
-        case cudaErrorNotSupported: return "cudaErrorNotSupported";
-        case cudaErrorIllegalState: return "cudaErrorIllegalState";
-        case cudaErrorStreamCaptureUnsupported: return "cudaErrorStreamCaptureUnsupported";
-        case cudaErrorStreamCaptureInvalidated: return "cudaErrorStreamCaptureInvalidated";
-        case cudaErrorStreamCaptureMerge: return "cudaErrorStreamCaptureMerge";
-        case cudaErrorStreamCaptureUnmatched: return "cudaErrorStreamCaptureUnmatched";
-        case cudaErrorStreamCaptureUnjoined: return "cudaErrorStreamCaptureUnjoined";
-        case cudaErrorStreamCaptureIsolation: return "cudaErrorStreamCaptureIsolation";
-        case cudaErrorStreamCaptureImplicit: return "cudaErrorStreamCaptureImplicit";
-        case cudaErrorCapturedEvent: return "cudaErrorCapturedEvent";
-        case cudaErrorStreamCaptureWrongThread: return "cudaErrorStreamCaptureWrongThread";
-    }
-    return "unknown error";
-}
-const char* cudaGetErrorString(cudaError_t error) {
-    switch (error) {
-        case cudaSuccess: return "no error";
-        case cudaErrorInvalidValue: return "invalid argument";
-        case cudaErrorMemoryAllocation: return "out of memory";
-        case cudaErrorInvalidConfiguration: return "invalid grid or block size in a kernel launch";
-        case cudaErrorNoDevice: return "no device";
-        case cudaErrorInvalidDevice: return "no such device (CUDA_CPU_DEVICES says how many the CPU shows)";
-        case cudaErrorInvalidResourceHandle: return "invalid stream or event";
-        case cudaErrorNotReady: return "not finished yet";
-        case cudaErrorLaunchFailure: return "kernel launch failed";
-        case cudaErrorNotSupported: return "not supported on the CPU device";
-        case cudaErrorIllegalState: return "the stream is captured already, or is not captured";
-        case cudaErrorStreamCaptureUnsupported: return "not possible while a stream is captured";
-        case cudaErrorStreamCaptureInvalidated: return "the capture is void because of an earlier error";
-        case cudaErrorStreamCaptureMerge: return "two captures cannot become one";
-        case cudaErrorStreamCaptureUnmatched: return "the capture began in another stream";
-        case cudaErrorStreamCaptureUnjoined: return "a captured stream's work was not waited for by the first stream";
-        case cudaErrorStreamCaptureIsolation: return "captured work cannot wait for work outside of the capture";
-        case cudaErrorStreamCaptureImplicit: return "the default stream would have to wait for a captured stream";
-        case cudaErrorCapturedEvent: return "the event was recorded in a captured stream";
-        case cudaErrorStreamCaptureWrongThread: return "the capture began in another thread";
-    }
-    return "unknown error";
-}
+const char* cudaGetErrorName(cudaError_t error) { return words_for(error).first; }
+const char* cudaGetErrorString(cudaError_t error) { return words_for(error).second; }
 cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
 cudaError_t cudaPeekAtLastError() { return last_error; }
 
