@@ -55,7 +55,7 @@ Unit& this_unit() {
     return u;
 }
 
-std::string place(Here here) { return std::string(here.file) + ":" + std::to_string(here.line); }
+std::string place(Place here) { return std::string(here.file) + ":" + std::to_string(here.line); }
 std::string offset_of(const Unit& u, const void* at) {
     const char* byte = static_cast<const char*>(at);
     if (byte < u.shared || byte >= u.shared + u.shared_bytes) return "static shared memory";
@@ -65,7 +65,7 @@ char* view_of(Unit& u, const char* at) {
     return at >= u.shared && at < u.shared + u.shared_bytes ? u.view.data() + (at - u.shared) : nullptr;
 }
 
-void check_aligned(unsigned thread, const void* pointer, size_t alignment, const char* what, Here here) {
+void check_aligned(unsigned thread, const void* pointer, size_t alignment, const char* what, Place here) {
     if (reinterpret_cast<uintptr_t>(pointer) % alignment != 0)
         report_misaligned(thread, pointer, alignment, what, here.file, here.line);
 }
@@ -73,7 +73,7 @@ void check_aligned(unsigned thread, const void* pointer, size_t alignment, const
 // ---------------------------------------------------------------------------------------------------------------------
 // mbarriers
 
-Barrier& find_barrier(unsigned thread, void* at, Here here) {
+Barrier& find_barrier(unsigned thread, void* at, Place here) {
     Unit& u = this_unit();
     for (Barrier& b : u.barriers) {
         if (b.at != at) continue;
@@ -98,7 +98,7 @@ void complete_phase_if_due(Barrier& b) {
 
 }  // namespace hopper
 
-void mbarrier_init_by(unsigned thread, void* barrier, unsigned n_arrivals, Here here) {
+void mbarrier_init_by(unsigned thread, void* barrier, unsigned n_arrivals, Place here) {
     Unit& u = this_unit();
     check_aligned(thread, barrier, 8, "an mbarrier", here);
     if (n_arrivals < 1 || n_arrivals > kMostCounted)
@@ -111,7 +111,7 @@ void mbarrier_init_by(unsigned thread, void* barrier, unsigned n_arrivals, Here 
     std::memcpy(barrier, &kBarrierTag, sizeof kBarrierTag);
     u.barriers.push_back({barrier, n_arrivals, n_arrivals, 0, 0, here, {}, {}, {}, {}});
 }
-void mbarrier_invalidate_by(unsigned thread, void* barrier, Here here) {
+void mbarrier_invalidate_by(unsigned thread, void* barrier, Place here) {
     Unit& u = this_unit();
     const Barrier& b = find_barrier(thread, barrier, here);
     if (!b.waiters.empty() || b.bytes != 0)
@@ -120,7 +120,7 @@ void mbarrier_invalidate_by(unsigned thread, void* barrier, Here here) {
     std::memset(barrier, 0xff, sizeof kBarrierTag);
     std::erase_if(u.barriers, [&](const Barrier& each) { return each.at == barrier; });
 }
-void mbarrier_arrive_by(unsigned thread, void* barrier, unsigned n_arrivals, unsigned expected_bytes, Here here) {
+void mbarrier_arrive_by(unsigned thread, void* barrier, unsigned n_arrivals, unsigned expected_bytes, Place here) {
     Barrier& b = find_barrier(thread, barrier, here);
     if (b.pending < n_arrivals)
         report_in(thread, "too many arrivals",
@@ -134,7 +134,7 @@ void mbarrier_arrive_by(unsigned thread, void* barrier, unsigned n_arrivals, uns
     b.pending -= n_arrivals;
     complete_phase_if_due(b);
 }
-void mbarrier_wait_by(unsigned thread, void* barrier, unsigned parity, Here here) {
+void mbarrier_wait_by(unsigned thread, void* barrier, unsigned parity, Place here) {
     if (strict && strict_random_below(2) == 0) give_way(thread);
     Barrier* b = &find_barrier(thread, barrier, here);
     while (b->phase % 2 == parity % 2) {
@@ -148,7 +148,7 @@ void mbarrier_wait_by(unsigned thread, void* barrier, unsigned parity, Here here
                   [&](const Load& l) { return l.landed && l.barrier == barrier && l.phase < b->phase; });
 }
 
-void named_barrier_by(unsigned thread, unsigned id, unsigned n_threads, bool waits, Here here) {
+void named_barrier_by(unsigned thread, unsigned id, unsigned n_threads, bool waits, Place here) {
     Unit& u = this_unit();
     if (id == 0 || id >= kNamedBarriers || n_threads == 0 || n_threads % 32 != 0 || n_threads > block_threads())
         report_in(

@@ -9,33 +9,27 @@ struct CUtensorMap;
 
 namespace cuda_cpu {
 
-// Where in the kernel's source an instruction stands, for reports.
-struct Here {
-    const char* file;
-    int line;
-};
-
 // Shared memory as instructions address it: with 18 bits. A block's dynamic shared memory is smaller than 2^18 bytes,
 // so that the low bits of an ordinary pointer are enough.
 constexpr uint32_t kSharedAddressMask = (1u << 18) - 1;
 
 // ---- mbarriers
-void mbarrier_init_by(unsigned thread, void* barrier, unsigned n_arrivals, Here here);
-void mbarrier_invalidate_by(unsigned thread, void* barrier, Here here);
-void mbarrier_arrive_by(unsigned thread, void* barrier, unsigned n_arrivals, unsigned expected_bytes, Here here);
-void mbarrier_wait_by(unsigned thread, void* barrier, unsigned parity, Here here);  // other threads run meanwhile
+void mbarrier_init_by(unsigned thread, void* barrier, unsigned n_arrivals, Place here);
+void mbarrier_invalidate_by(unsigned thread, void* barrier, Place here);
+void mbarrier_arrive_by(unsigned thread, void* barrier, unsigned n_arrivals, unsigned expected_bytes, Place here);
+void mbarrier_wait_by(unsigned thread, void* barrier, unsigned parity, Place here);  // other threads run meanwhile
 
 // ---- named barriers
-void named_barrier_by(unsigned thread, unsigned id, unsigned n_threads, bool wait, Here here);
+void named_barrier_by(unsigned thread, unsigned id, unsigned n_threads, bool wait, Place here);
 
 // ---- bulk copies. A load is announced to an mbarrier; a store belongs to the thread's group of stores.
-void bulk_load_by(unsigned thread, void* to, const void* from, size_t bytes, void* barrier, Here here);
-void bulk_store_by(unsigned thread, void* to, const void* from, size_t bytes, Here here);
-void bulk_add_by(unsigned thread, float* to, const void* from, size_t bytes, Here here);
+void bulk_load_by(unsigned thread, void* to, const void* from, size_t bytes, void* barrier, Place here);
+void bulk_store_by(unsigned thread, void* to, const void* from, size_t bytes, Place here);
+void bulk_add_by(unsigned thread, float* to, const void* from, size_t bytes, Place here);
 void tensor_load_by(unsigned thread, void* to, const CUtensorMap& map, const int* coordinates, unsigned rank,
-                    void* barrier, Here here);
+                    void* barrier, Place here);
 void tensor_store_by(unsigned thread, const CUtensorMap& map, const int* coordinates, unsigned rank, const void* from,
-                     Here here);
+                     Place here);
 void bulk_commit_by(unsigned thread);
 void bulk_wait_by(unsigned thread, unsigned n_groups, bool read_only);
 void fence_proxy_async_by(unsigned thread);
@@ -53,7 +47,7 @@ struct Wgmma {
 };
 constexpr unsigned kWarpGroup = 128;
 using WgmmaComplete = void (*)(Wgmma** lanes);
-void wgmma_by(unsigned thread, Wgmma& operands, unsigned n_registers, WgmmaComplete complete, Here here);
+void wgmma_by(unsigned thread, Wgmma& operands, unsigned n_registers, WgmmaComplete complete, Place here);
 void wgmma_fence_by(unsigned thread);
 void wgmma_commit_by(unsigned thread);
 void wgmma_wait_by(unsigned thread, unsigned n_groups);

@@ -17,7 +17,7 @@ bool overlap(const char* a, size_t a_bytes, const char* b, size_t b_bytes) {
 
 namespace hopper {
 
-void check_fenced(Unit& u, unsigned thread, const char* at, size_t bytes, const char* what, Here here) {
+void check_fenced(Unit& u, unsigned thread, const char* at, size_t bytes, const char* what, Place here) {
     const char* seen = view_of(u, at);
     if (!seen || at + bytes > u.shared + u.shared_bytes || std::memcmp(seen, at, bytes) == 0) return;
     while (*seen == *at) ++seen, ++at;
@@ -25,7 +25,7 @@ void check_fenced(Unit& u, unsigned thread, const char* at, size_t bytes, const 
               std::string(what) + " at " + place(here) + " reads " + offset_of(u, at) +
                   ", which ordinary stores have written with no fence_proxy_async after them");
 }
-void check_not_in_flight(Unit& u, unsigned thread, const char* at, size_t bytes, const char* what, Here here) {
+void check_not_in_flight(Unit& u, unsigned thread, const char* at, size_t bytes, const char* what, Place here) {
     for (const Load& load : u.loads)
         if (overlap(at, bytes, load.to, load.bytes))
             report_in(thread, "shared memory in flight",
@@ -39,7 +39,7 @@ void check_not_in_flight(Unit& u, unsigned thread, const char* at, size_t bytes,
 
 namespace {
 
-void finish_load(unsigned thread, void* barrier, size_t bytes, unsigned phase, Here here) {
+void finish_load(unsigned thread, void* barrier, size_t bytes, unsigned phase, Place here) {
     Barrier& b = find_barrier(thread, barrier, here);
     if (b.phase != phase)
         report_in(thread, "bytes that were not expected",
@@ -70,7 +70,7 @@ void finish_writing(Store& store) {
 
 namespace {
 
-void check_not_read(Unit& u, unsigned thread, const char* at, size_t bytes, const char* what, Here here) {
+void check_not_read(Unit& u, unsigned thread, const char* at, size_t bytes, const char* what, Place here) {
     for (const Store& store : u.stores)
         if (!store.read && overlap(at, bytes, store.from, store.bytes.size()))
             report_in(thread, "shared memory in use",
@@ -86,7 +86,7 @@ void check_not_read(Unit& u, unsigned thread, const char* at, size_t bytes, cons
 
 // A thread may overwrite a tile only if it comes, through barriers, after the wait for the last product that read the
 // tile. It is not enough that the product happens to be complete.
-void check_known_done(Unit& u, unsigned thread, const char* at, size_t bytes, const char* what, Here here) {
+void check_known_done(Unit& u, unsigned thread, const char* at, size_t bytes, const char* what, Place here) {
     if (!view_of(u, at)) return;
     const size_t first = static_cast<size_t>(at - u.shared) / 16, n = std::min(bytes, u.shared_bytes - first * 16) / 16;
     for (size_t g = 0; g < u.warp_groups.size(); ++g) {
@@ -103,7 +103,7 @@ void check_known_done(Unit& u, unsigned thread, const char* at, size_t bytes, co
 }
 
 // Starts a load. `copy` writes to shared memory.
-void start_load(unsigned thread, char* to, size_t bytes, void* barrier, Here here, std::function<void()> copy) {
+void start_load(unsigned thread, char* to, size_t bytes, void* barrier, Place here, std::function<void()> copy) {
     Unit& u = this_unit();
     Barrier& b = find_barrier(thread, barrier, here);
     const unsigned phase = b.phase;
@@ -120,7 +120,7 @@ void start_load(unsigned thread, char* to, size_t bytes, void* barrier, Here her
     u.loads.push_back({to, bytes, barrier, phase, thread, here, false, std::move(copy)});
     ++u.n_flying;
 }
-void start_store(unsigned thread, const char* from, size_t bytes, Here here, std::function<void(const char*)> write) {
+void start_store(unsigned thread, const char* from, size_t bytes, Place here, std::function<void(const char*)> write) {
     Unit& u = this_unit();
     if (!strict) return write(from);
     check_fenced(u, thread, from, bytes, "a store", here);
@@ -137,7 +137,7 @@ void finish_reading(Store& store) {
             "what the store at " + place(store.here) + " reads was overwritten before its thread had waited for it");
 }
 
-void check_bulk(unsigned thread, const void* to, const void* from, size_t bytes, Here here) {
+void check_bulk(unsigned thread, const void* to, const void* from, size_t bytes, Place here) {
     check_aligned(thread, to, 16, "the destination of the bulk copy", here);
     check_aligned(thread, from, 16, "the source of the bulk copy", here);
     check_aligned(thread, reinterpret_cast<const void*>(bytes), 16, "the size of the bulk copy", here);
@@ -157,7 +157,7 @@ static_assert(sizeof(TensorMap) <= sizeof(CUtensorMap));
 constexpr uint64_t kMapTag = 0x54656e736f724d70u;
 
 TensorMap decode(unsigned thread, const CUtensorMap& map, const int* coordinates, unsigned rank, const void* shared,
-                 Here here) {
+                 Place here) {
     TensorMap decoded;
     std::memcpy(&decoded, &map, sizeof decoded);
     if (decoded.tag != kMapTag || decoded.rank != rank)
@@ -171,7 +171,7 @@ TensorMap decode(unsigned thread, const CUtensorMap& map, const int* coordinates
     return decoded;
 }
 // What the copy engine does not check, and then writes elsewhere, or answers with an illegal instruction.
-void check_store(unsigned thread, const TensorMap& map, const int* coordinates, Here here) {
+void check_store(unsigned thread, const TensorMap& map, const int* coordinates, Place here) {
     for (unsigned d = 0; d < map.rank; ++d)
         if (coordinates[d] < 0)
             report_in(thread, "illegal instruction",
@@ -221,16 +221,16 @@ void for_each_chunk(const TensorMap& map, const int* coordinates, F&& f) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Instructions
 
-void bulk_load_by(unsigned thread, void* to, const void* from, size_t bytes, void* barrier, Here here) {
+void bulk_load_by(unsigned thread, void* to, const void* from, size_t bytes, void* barrier, Place here) {
     check_bulk(thread, to, from, bytes, here);
     start_load(thread, static_cast<char*>(to), bytes, barrier, here, [=] { std::memcpy(to, from, bytes); });
 }
-void bulk_store_by(unsigned thread, void* to, const void* from, size_t bytes, Here here) {
+void bulk_store_by(unsigned thread, void* to, const void* from, size_t bytes, Place here) {
     check_bulk(thread, to, from, bytes, here);
     start_store(thread, static_cast<const char*>(from), bytes, here,
                 [=](const char* source) { std::memcpy(to, source, bytes); });
 }
-void bulk_add_by(unsigned thread, float* to, const void* from, size_t bytes, Here here) {
+void bulk_add_by(unsigned thread, float* to, const void* from, size_t bytes, Place here) {
     check_bulk(thread, to, from, bytes, here);
     start_store(thread, static_cast<const char*>(from), bytes, here, [=](const char* source) {
         for (size_t i = 0; i < bytes / sizeof(float); ++i) {
@@ -241,7 +241,7 @@ void bulk_add_by(unsigned thread, float* to, const void* from, size_t bytes, Her
     });
 }
 void tensor_load_by(unsigned thread, void* to, const CUtensorMap& encoded, const int* coordinates, unsigned rank,
-                    void* barrier, Here here) {
+                    void* barrier, Place here) {
     const TensorMap map = decode(thread, encoded, coordinates, rank, to, here);
     int at[5] = {};
     std::copy(coordinates, coordinates + rank, at);
@@ -255,7 +255,7 @@ void tensor_load_by(unsigned thread, void* to, const CUtensorMap& encoded, const
     start_load(thread, static_cast<char*>(to), box_bytes(map), barrier, here, copy);
 }
 void tensor_store_by(unsigned thread, const CUtensorMap& encoded, const int* coordinates, unsigned rank,
-                     const void* from, Here here) {
+                     const void* from, Place here) {
     const TensorMap map = decode(thread, encoded, coordinates, rank, from, here);
     check_store(thread, map, coordinates, here);
     int at[5] = {};

@@ -23,21 +23,21 @@ struct Knowledge {
 
 struct Waiter {
     unsigned thread, parity;
-    Here here;
+    Place here;
 };
 struct Barrier {
     void* at;
     unsigned count, pending;  // arrivals of a phase, and how many are still missing
     int64_t bytes;            // announced, and not yet complete
     unsigned phase;           // how many phases are complete
-    Here initialised;
+    Place initialised;
     FiberList waiting;
     std::vector<Waiter> waiters;
     Knowledge brought, complete;  // by all arrivals, and by those of complete phases
 };
 struct NamedBarrier {
     unsigned n_threads, n_arrived;
-    Here here;
+    Place here;
     FiberList waiting;
     Knowledge brought;
 };
@@ -47,7 +47,7 @@ struct Load {
     size_t bytes;
     void* barrier;
     unsigned phase, thread;
-    Here here;
+    Place here;
     bool landed;
     std::function<void()> copy;
 };
@@ -55,7 +55,7 @@ struct Store {
     const char* from;
     std::vector<char> bytes;  // as they were when the store began
     unsigned group, thread;
-    Here here;
+    Place here;
     bool read, written;
     std::function<void(const char*)> write;
 };
@@ -67,21 +67,21 @@ struct Chunk {
 };
 struct Product {
     unsigned warp_group, group, thread;
-    Here here;
+    Place here;
     std::vector<Chunk> operands;
 };
 struct Accumulator {
     float* registers;
     std::vector<float> values;
     unsigned group;
-    Here here;
+    Place here;
 };
 // A thread's part of an A in registers, and what it was.
 struct Fragment {
     const uint32_t* registers;
     uint32_t values[4];
     unsigned group;
-    Here here;
+    Place here;
 };
 struct ThreadState {
     unsigned n_stores = 0;    // groups of stores that it has closed
@@ -97,8 +97,8 @@ struct WarpGroup {
     FiberList waiting;
     Wgmma* lanes[kWarpGroup];
     WgmmaComplete complete;
-    Here here;
-    std::vector<Here> products;       // all that were started: number n stands at n - 1
+    Place here;
+    std::vector<Place> products;      // all that were started: number n stands at n - 1
     std::vector<uint32_t> committed;  // the number of the last one of each group of products
     std::vector<uint32_t> readers;    // for each 16 bytes of dynamic shared memory, the last one that read them
 };
@@ -124,21 +124,21 @@ struct Unit {
 Unit& this_unit();  // this block's
 
 // ---- hopper.cpp: words for reports, and checks of addresses
-std::string place(Here here);
+std::string place(Place here);
 std::string offset_of(const Unit& u, const void* at);  // "byte 16 of dynamic shared memory"
 // Where the view has the bytes at `at`; null if they are not in dynamic shared memory.
 char* view_of(Unit& u, const char* at);
-void check_aligned(unsigned thread, const void* pointer, size_t alignment, const char* what, Here here);
+void check_aligned(unsigned thread, const void* pointer, size_t alignment, const char* what, Place here);
 
 // ---- hopper.cpp: mbarriers
-Barrier& find_barrier(unsigned thread, void* at, Here here);
+Barrier& find_barrier(unsigned thread, void* at, Place here);
 void complete_phase_if_due(Barrier& b);
 
 // ---- hopper_copies.cpp
 // The bytes that a copy or a product reads through the asynchronous proxy must be those that ordinary stores have left;
 // and no copy may be on its way to them.
-void check_fenced(Unit& u, unsigned thread, const char* at, size_t bytes, const char* what, Here here);
-void check_not_in_flight(Unit& u, unsigned thread, const char* at, size_t bytes, const char* what, Here here);
+void check_fenced(Unit& u, unsigned thread, const char* at, size_t bytes, const char* what, Place here);
+void check_not_in_flight(Unit& u, unsigned thread, const char* at, size_t bytes, const char* what, Place here);
 void land(Unit& u, Load& load);
 void finish_writing(Store& store);
 

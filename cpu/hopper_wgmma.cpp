@@ -62,7 +62,7 @@ void finish_products(Unit& u, unsigned thread, unsigned n_groups) {
 // The pattern of 8 lines of a swizzle must begin at a multiple of its size, because we do not fill the descriptor's
 // field for other cases (PTX: base offset). Within the first line a tile may begin anywhere: this selects the next 16
 // of k.
-void check_descriptor(unsigned thread, uint64_t descriptor, Here here) {
+void check_descriptor(unsigned thread, uint64_t descriptor, Place here) {
     const uint32_t mode = static_cast<uint32_t>(descriptor >> 62), line = 256u >> mode,
                    start = static_cast<uint32_t>(descriptor & 0x3fff) << 4;
     if (mode > 0 && start % (8 * line) >= line)
@@ -72,7 +72,7 @@ void check_descriptor(unsigned thread, uint64_t descriptor, Here here) {
                       ": it begins at byte " + std::to_string(start % (8 * line)) + " of one");
 }
 
-void wgmma_by(unsigned thread, Wgmma& operands, unsigned n_registers, WgmmaComplete complete, Here here) {
+void wgmma_by(unsigned thread, Wgmma& operands, unsigned n_registers, WgmmaComplete complete, Place here) {
     Unit& u = this_unit();
     const unsigned warp_group = thread / kWarpGroup;
     if (warp_group >= u.warp_groups.size())
