@@ -64,6 +64,9 @@ std::string in_brackets(uint3 i) {
     std::snprintf(text, sizeof text, "(%u,%u,%u)", i.x, i.y, i.z);
     return text;
 }
+std::string launched_at(const Launch& launch) {
+    return "kernel '" + std::string(launch.kernel) + "' launched at " + launch.file + ":" + std::to_string(launch.line);
+}
 
 class Block {
   public:
@@ -529,10 +532,7 @@ Fiber* Block::report_divergence() {
     report(text + hopper_waits());
 }
 
-std::string Block::where_launched() const {
-    return "kernel '" + std::string(launch_->kernel) + "' launched at " + launch_->file + ":" +
-           std::to_string(launch_->line) + ", block " + in_brackets(index_);
-}
+std::string Block::where_launched() const { return launched_at(*launch_) + ", block " + in_brackets(index_); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Shared memory
@@ -615,10 +615,7 @@ static void run_grid(const Launch& launch, const BlockProgram& program) {
         for (uint64_t i = n_blocks; i > 1; --i) std::swap(order[i - 1], order[random.below(i)]);
         const FaultReports reports;
         for (uint64_t i : order) run_block(launch, program, i);
-        check_all_canaries([&] {
-            return "kernel '" + std::string(launch.kernel) + "' launched at " + launch.file + ":" +
-                   std::to_string(launch.line);
-        });
+        check_all_canaries([&] { return launched_at(launch); });
         return;
     }
     const int n_os_threads = os_threads();

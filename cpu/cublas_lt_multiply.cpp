@@ -24,7 +24,6 @@
 #include <new>
 
 #include "cublas_lt.h"
-#include "cuda_fp8.h"
 #include "device.h"
 
 namespace cuda_cpu {
@@ -165,8 +164,8 @@ class Tile {
   public:
     Tile(Run& run_, int64_t task) : run(run_), p(run_.p) {
         const Tiling& tiling = run.tiling;
-        row_tile = task % tiling.rows.count;
-        column_tile = task / tiling.rows.count % tiling.columns.count;
+        const int64_t row_tile = task % tiling.rows.count,
+                      column_tile = task / tiling.rows.count % tiling.columns.count;
         batch = task / (tiling.rows.count * tiling.columns.count);
         row = tiling.rows.start(row_tile), rows = tiling.rows.length(row_tile);
         column = tiling.columns.start(column_tile), columns = tiling.columns.length(column_tile);
@@ -274,7 +273,7 @@ class Tile {
 
     Run& run;
     const Multiplication& p;
-    int64_t row_tile, column_tile, batch, row, column, rows, columns;
+    int64_t batch, row, column, rows, columns;
     float *out, *column_space, *bias;
     int64_t out_ld;
 };

@@ -126,7 +126,7 @@ struct RandomOrder {
     }
     size_t pick(const std::vector<Stream*>& ready) const {
         if (kind != by_stream) return strict_random_below(ready.size());
-        const auto priority = [&](const Stream* stream) { return (stream->number ^ salt) * 0x9e3779b97f4a7c15u; };
+        const auto priority = [&](const Stream* stream) { return (stream->number ^ salt) * kSplitmixStep; };
         const auto less = [&](const Stream* a, const Stream* b) { return priority(a) < priority(b); };
         return static_cast<size_t>(std::max_element(ready.begin(), ready.end(), less) - ready.begin());
     }
