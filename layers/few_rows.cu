@@ -344,11 +344,11 @@ int64_t expect_scales(const char* name, const QuantisedWeight& weight) {
     return n_blocks;
 }
 
-const std::pair<WeightFormat, const char*> kFormatNames[] = {{WeightFormat::none, "none"},
-                                                             {WeightFormat::int8, "int8"},
-                                                             {WeightFormat::fp8, "fp8"},
-                                                             {WeightFormat::int8_block, "int8-block"},
-                                                             {WeightFormat::fp8_block, "fp8-block"}};
+constexpr std::pair<WeightFormat, const char*> kFormatNames[] = {{WeightFormat::none, "none"},
+                                                                 {WeightFormat::int8, "int8"},
+                                                                 {WeightFormat::fp8, "fp8"},
+                                                                 {WeightFormat::int8_block, "int8-block"},
+                                                                 {WeightFormat::fp8_block, "fp8-block"}};
 
 }  // namespace
 
@@ -467,8 +467,4 @@ WeightFormat weight_format_from_name(const std::string& name) {
     fail("unknown format of weights '", name, "': use none, int8, fp8, int8-block or fp8-block");
 }
 
-const char* weight_format_name(WeightFormat format) {
-    for (const auto& [value, text] : kFormatNames)
-        if (value == format) return text;
-    return "?";
-}
+const char* weight_format_name(WeightFormat format) { return kFormatNames[static_cast<size_t>(format)].second; }

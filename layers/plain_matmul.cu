@@ -65,12 +65,10 @@ void plain_matmul(Tensor out, Tensor a, Tensor b, const MatmulOptions& options, 
     const auto launch = [&](auto factor, auto result) {
         using Factor = decltype(factor);
         using Out = decltype(result);
-        plain_matmul_kernel<<<blocks, 256, 0, stream>>>(
-            out.ptr<Out>(), static_cast<const Factor*>(a.ptr<Factor>()), static_cast<const Factor*>(b.ptr<Factor>()),
-            static_cast<const Out*>((options.added ? options.added : out).ptr<Out>()),
-            options.bias ? static_cast<const Out*>(options.bias.ptr<Out>()) : nullptr,
-            strides_of(a, options.transpose_a), strides_of(b, options.transpose_b), M, N, K, n, options.alpha,
-            options.beta);
+        plain_matmul_kernel<Factor, Out><<<blocks, 256, 0, stream>>>(
+            out.ptr<Out>(), a.ptr<Factor>(), b.ptr<Factor>(), (options.added ? options.added : out).ptr<Out>(),
+            options.bias ? options.bias.ptr<Out>() : nullptr, strides_of(a, options.transpose_a),
+            strides_of(b, options.transpose_b), M, N, K, n, options.alpha, options.beta);
     };
     dispatch(a.dtype, [&](auto zero) {
         if (out.dtype == a.dtype) launch(zero, zero);

@@ -26,8 +26,6 @@
 #include "layers/chunk.cuh"
 #include "layers/flash_attention/paged_attention.cuh"
 
-#include <numeric>
-
 namespace {
 
 constexpr int kTokens = 8, kThreads = 64;

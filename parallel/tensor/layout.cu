@@ -10,7 +10,6 @@
 // an output has the layout that the next product takes as its input.
 #include "parallel/tensor/tensor.h"
 
-#include <algorithm>
 #include <cmath>
 
 namespace {
