@@ -128,8 +128,6 @@ inline void compare(const std::string& what, const std::vector<float>& got, cons
               " is ", got[i], ", expected ", want[i]);
 }
 
-// Does the library add in rank order? NCCL has an order of its own.
-inline bool adds_in_rank_order(Comm& comm) { return !comm.transport().has_native(); }
 // What two sums of the fractions may differ by that are added in different orders: both sides make size - 1 additions
 // of |x| < 1, each of which rounds by at most 2^-24 of a sum below `size`; and in 16 bits the two results, each rounded
 // to 2^-8 (bf16) or 2^-11 (f16) of itself, may become neighbouring numbers. Integers are exact in any order.
@@ -145,9 +143,8 @@ inline void check_all_reduce(Comm& comm, AllReduce algorithm, int64_t n, DType d
     const std::string what = concat("all_reduce ", all_reduce_name(algorithm), " of ", n, " ", dtype_name(dtype),
                                     " over ", comm.size, " ranks, rank ", comm.rank);
     const std::vector<float> mine = inputs(values, comm.rank, n, dtype), want = serial(values, comm.size, n, dtype, op);
-    const bool is_ordered = algorithm == AllReduce::library && adds_in_rank_order(comm);
-    const double tolerance =
-        values == Values::fractions && op == ReduceOp::sum && !is_ordered ? other_order(comm.size, dtype) : 0;
+    const bool any_order = values == Values::fractions && op == ReduceOp::sum && !comm.adds_in_rank_order();
+    const double tolerance = any_order ? other_order(comm.size, dtype) : 0;
     for (const bool in_place : {false, true}) {
         Buffer inp(dtype, n), other(dtype, n);
         const Tensor out = in_place ? inp.tensor : other.tensor;
@@ -164,7 +161,7 @@ inline void check_others(Comm& comm, int64_t n, DType dtype, cudaStream_t stream
     const int size = comm.size, rank = comm.rank;
     const Values values = dtype == DType::i32 ? Values::integers : Values::fractions;
     const std::string where = concat(" of ", n, " ", dtype_name(dtype), " over ", size, " ranks, rank ", rank);
-    const double of_sums = values == Values::fractions && !adds_in_rank_order(comm) ? other_order(size, dtype) : 0;
+    const double of_sums = values == Values::fractions && !comm.adds_in_rank_order() ? other_order(size, dtype) : 0;
     const auto part = [&](const std::vector<float>& all, int j) {
         return std::vector<float>(all.begin() + j * n, all.begin() + (j + 1) * n);
     };

@@ -19,7 +19,7 @@
 
 class ToyStages {
   public:
-    ToyStages(const PipelineSchedule& schedule, int rank) : s_(schedule), rank_(rank) {
+    ToyStages(const PipelineSchedule& schedule, int rank) : s_(schedule) {
         for (const int stage : s_.stages_of(rank)) {
             Stage& its = stages_[stage];
             its.weights.assign(static_cast<size_t>(s_.versions[static_cast<size_t>(rank)]), mix(1, stage, 0));
@@ -89,7 +89,6 @@ class ToyStages {
     }
 
     const PipelineSchedule& s_;
-    const int rank_;
     std::map<int, Stage> stages_;
     std::map<int, uint64_t> outputs_;
 };
@@ -139,8 +138,8 @@ class ToyExecutor {
     // False: it has to wait.
     bool execute(size_t rank, const Action& a) {
         const auto peer = static_cast<size_t>(a.peer);
-        const bool gradient = a.what == Do::send_gradient || a.what == Do::receive_gradient || a.what == Do::backward ||
-                              a.what == Do::backward_input;
+        const bool gradient =
+            a.what == Do::send_gradient || a.what == Do::receive_gradient || is_input_gradient(a.what);
         if (sends(a.what)) {
             link(rank, peer).sent.push_back(results_[gradient][place(a, a.stage)]);
         } else if (receives(a.what)) {
