@@ -261,17 +261,14 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
     cudaStreamIsCapturing(stream, &capturing);
     // Pageable host memory is copied to a staging buffer before the call returns; pinned memory is read when the copy
     // runs, and so is all memory when a graph is launched.
-    const bool staged = !is_known(from, bytes) && capturing == cudaStreamCaptureStatusNone;
-    if (!staged) {
-        if (const cudaError_t error = enqueue(stream, copy, footprint)) return error;
-    } else {
+    std::function<void()> work = copy;
+    if (!is_known(from, bytes) && capturing == cudaStreamCaptureStatusNone) {
         const auto* first = static_cast<const char*>(from);
-        const auto staging = std::make_shared<std::vector<char>>(first, first + bytes);
-        const auto copy_staged = [=] {
+        work = [=, staging = std::make_shared<std::vector<char>>(first, first + bytes)] {
             if (has_memory(to)) std::memcpy(to, staging->data(), bytes);
         };
-        if (const cudaError_t error = enqueue(stream, copy_staged, footprint)) return error;
     }
+    if (const cudaError_t error = enqueue(stream, std::move(work), footprint)) return error;
     // To pageable memory: returns when it is done.
     return capturing == cudaStreamCaptureStatusNone && !is_known(to, bytes) ? cudaStreamSynchronize(stream)
                                                                             : cudaSuccess;
