@@ -603,6 +603,10 @@ TEST_CASE("a run is neither overwritten nor continued as another one", "[program
           {R"({"step": 1, "updates": "1"})", "\"updates\" is missing, or is not what it should be"},
           {R"({"step": 1, "updates": 1, "loss_scale": {"scale": 1, "good_steps": 0, "overflows": 0}})",
            "\"options\" is missing"},
+          {R"({"step": -1, "updates": 1, "loss_scale": {"scale": 1, "good_steps": 0, "overflows": 0}})",
+           "\"step\" is -1, expected 0 to 2^60"},
+          {R"({"step": 1, "updates": 1, "loss_scale": {"scale": 1, "good_steps": 0, "overflows": 0}, "options": {}})",
+           "\"options\" has no \"--steps\""},
           {R"({"step": 1, "updates": 1, "loss_scale": {"scale": 1, "good_steps": 0, "overflows": 0}, "options": {},
                "data": {"train_tokens": 1, "val_tokens": 1, "train_checksum": "x", "val_checksum": "0"}})",
            "a checksum is not a hexadecimal number"}}) {
@@ -819,6 +823,16 @@ TEST_CASE("a checkpoint with the optimizer's states twice is an error", "[progra
         spit(path, changed);
         CHECK_THAT(line_of(run_program("train_gpt", "--resume --out " + run)), ContainsSubstring(says));
     }
+    // Of a part it must be known of how many ranks.
+    spit(path, states);
+    std::vector<TensorToStore> tensors;
+    const SafetensorsReader saved(path);
+    for (const auto& [its_name, tensor] : saved.tensors())
+        tensors.push_back({its_name == name ? name + ", part " : its_name, tensor.dtype, tensor.shape,
+                           [from = tensor](void* bytes) { std::memcpy(bytes, from.data, from.bytes); }});
+    write_safetensors(path, tensors);
+    CHECK_THAT(line_of(run_program("train_gpt", "--resume --out " + run)),
+               ContainsSubstring("no file with the optimizer's states has '" + name + "'"));
 }
 
 TEST_CASE("states of which a part is missing are not taken for whole", "[program][train_gpt]") {

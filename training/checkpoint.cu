@@ -172,7 +172,8 @@ class SavedStates {
         const auto found = pieces_.find(name);
         const std::string whole_name = name.substr(0, name.find(kPart));
         const auto part = pieces_.lower_bound(whole_name + kPart);
-        const bool has_parts = part != pieces_.end() && part->first.starts_with(whole_name + kPart);
+        const bool has_parts = part != pieces_.end() && part->first.starts_with(whole_name + kPart) &&
+                               part->first.find("tp ") != std::string::npos;
         check(
             found != pieces_.end() || (!has_parts && whole_name == name), folder_, ": the run had ",
             has_parts ? concat("--", part->first.substr(part->first.rfind("tp "))) : "--tp 1",

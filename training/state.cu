@@ -172,6 +172,8 @@ RunState read_state(const std::string& folder) {
         RunState s;
         s.step = required<int64_t>(state, "step");
         s.updates = required<int64_t>(state, "updates");
+        for (const auto& [key, n] : {std::pair("step", s.step), {"updates", s.updates}})
+            check(n >= 0 && n <= int64_t{1} << 60, "\"", key, "\" is ", n, ", expected 0 to 2^60");
         // They may also lack these two, and data and schedule below.
         if (has(state, "sequences")) s.sequences = required<int64_t>(state, "sequences");
         if (has(state, "tokens")) s.tokens = required<int64_t>(state, "tokens");
@@ -186,6 +188,7 @@ RunState read_state(const std::string& folder) {
         check(options.isObject(), "\"options\" is missing");
         for (auto option = options.begin(); option != options.end(); ++option)
             s.options[option.name()] = required<std::string>(options, option.name().c_str());
+        check(s.options.contains("--steps"), "\"options\" has no \"--steps\"");
         return s;
     } catch (const Error& error) {
         fail(path, " is not a training state: ", error.what());
@@ -201,7 +204,7 @@ ResumedSchedule resumed_schedule(const TrainOptions& o, const RunState& saved) {
     };
     // Checkpoints of earlier versions have only the flags.
     Schedule old = o.typed_schedule;
-    old.steps = std::stoll(saved.options.at("--steps"));
+    old.steps = parse_whole_number("--steps", saved.options.at("--steps"), INT64_MAX);
     old = saved.schedule.value_or(with_warmup(old));
     const int64_t step = saved.step, was = old.last_step();
     if (o.steps == was && !o.new_schedule && o.typed_schedule.name == old.name) return {old, ""};
