@@ -152,6 +152,15 @@ void dispatch(DType dtype, F&& f) {
         default: fail("this operation works on f32, bf16 or f16 tensors, not on ", dtype_name(dtype));
     }
 }
+// The same, of operations on tensor cores.
+template <class F>
+void dispatch_16_bits(DType dtype, F&& f) {
+    switch (dtype) {
+        case DType::bf16: return f(__nv_bfloat16{});
+        case DType::f16: return f(__half{});
+        default: fail("this operation works on bf16 or f16 tensors, not on ", dtype_name(dtype));
+    }
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // tensor.cu: Tensor, a view of row-major device (or host) memory. It owns nothing and is passed by value.
@@ -177,6 +186,10 @@ struct Tensor {
         cuda_cpu::note_view(data, bytes());  // how far a kernel may go from here: strict mode looks for races
 #endif
         return static_cast<T*>(data);
+    }
+    template <class T>
+    T* ptr_or_null() const {
+        return data ? ptr<std::remove_const_t<T>>() : nullptr;
     }
     Tensor view(std::initializer_list<int64_t> dims) const;  // the same elements in another shape
     Tensor slice(int64_t first, int64_t count) const;        // rows [first, first + count) of dimension 0
@@ -291,6 +304,8 @@ struct Param {
     // Pipelines: a second copy of this parameter, in another unit. Files have it once, and the norm counts it once.
     std::string copy_of = {};
 
+    // Elements without the rows of padding.
+    int64_t used_n() const { return value.n() - (padded_rows == 0 ? 0 : padded_rows * (value.n() / value.shape[0])); }
     // In files. Random numbers are a function of it, too, so that copies stay equal.
     const std::string& file_name() const { return copy_of.empty() ? name : copy_of; }
     // The most precise version there is: what checkpoints keep.
@@ -326,6 +341,10 @@ template <class... Tensors>
 int64_t bytes_of(const Tensors&... tensors) {
     return (0 + ... + (tensors.exists() ? static_cast<int64_t>(tensors.bytes()) : 0));
 }
+
+// Zeros, as a launch that is noted.
+void set_to_zero(const Tensor& tensor, cudaStream_t stream, const char* file = __builtin_FILE(),
+                 int line = __builtin_LINE());
 
 struct NotedLaunch {
     std::string kernel;

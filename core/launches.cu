@@ -21,3 +21,8 @@ void launched(const char* kernel, const LaunchCost& cost, const char* file, int 
     cuda_check_launch(file, line);
     if (notes) notes->launches.push_back({kernel, cost});
 }
+
+void set_to_zero(const Tensor& tensor, cudaStream_t stream, const char* file, int line) {
+    cudaCheck(cudaMemsetAsync(tensor.data, 0, tensor.bytes(), stream));
+    launched("memset", {.writes = bytes_of(tensor)}, file, line);
+}

@@ -81,13 +81,6 @@ inline unsigned blocks_for(int64_t n, int64_t each) {
     return static_cast<unsigned>(narrow(ceil_div(n, each), "blocks"));
 }
 
-// Calls f with a number of this type, bf16 or f16.
-template <class F>
-void dispatch_16_bits(DType dtype, F&& f) {
-    if (dtype == DType::bf16) f(__nv_bfloat16{});
-    else f(__half{});
-}
-
 // 2^-24 for f32, 2^-8 for bf16, 2^-11 for f16: the largest relative error of one rounding.
 inline double unit_roundoff(DType dtype) {
     return dtype == DType::f32 ? 0x1p-24 : dtype == DType::bf16 ? 0x1p-8 : 0x1p-11;

@@ -458,17 +458,6 @@ std::pair<TokenSource, TokenSource> TokenSource::split(double fraction) const {
     return {train, val};
 }
 
-std::pair<TokenSource, TokenSource> open_train_and_val(const std::string& data, const std::string& val,
-                                                       const Tokenizer& tokenizer, double fraction,
-                                                       int32_t document_token) {
-    const auto open = [&](const std::string& path, bool held_out) {
-        return TokenSource::open(path, tokenizer, held_out, document_token);
-    };
-    if (!val.empty()) return {open(data, false), open(val, true)};
-    if (!data.empty() && find_files(data, true).has_val) return {open(data, false), open(data, true)};
-    return open(data, false).split(fraction);
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // Several sources
 
@@ -523,22 +512,25 @@ std::vector<MixedPath> parse_mixed_paths(const std::string& text) {
     return paths;
 }
 
-std::pair<TokenMix, TokenMix> open_mixed_train_and_val(const std::string& data, const std::string& val,
-                                                       const Tokenizer& tokenizer, double fraction,
-                                                       int32_t document_token) {
+std::pair<TokenMix, TokenMix> open_train_and_val(const std::string& data, const std::string& val,
+                                                 const Tokenizer& tokenizer, double fraction, int32_t document_token) {
+    const auto open = [&](const std::string& path, bool held_out) {
+        return TokenSource::open(path, tokenizer, held_out, document_token);
+    };
     TokenMix train, held_out;
-    for (const MixedPath& part : parse_mixed_paths(data)) {
-        if (!val.empty()) {
-            train.push_back({TokenSource::open(part.path, tokenizer, false, document_token), part.share});
-            continue;
+    for (const auto& [path, share] : parse_mixed_paths(data)) {
+        train.push_back({open(path, false), share});
+        if (!val.empty()) continue;
+        if (!path.empty() && find_files(path, true).has_val) {
+            held_out.push_back({open(path, true), share});
+        } else {
+            const auto [first, last] = train.back().tokens.split(fraction);
+            train.back().tokens = first;
+            held_out.push_back({last, share});
         }
-        const auto [first, second] = open_train_and_val(part.path, "", tokenizer, fraction, document_token);
-        train.push_back({first, part.share});
-        held_out.push_back({second, part.share});
     }
     if (!val.empty())
-        for (const MixedPath& part : parse_mixed_paths(val))
-            held_out.push_back({TokenSource::open(part.path, tokenizer, true, document_token), part.share});
+        for (const auto& [path, share] : parse_mixed_paths(val)) held_out.push_back({open(path, true), share});
     return {train, held_out};
 }
 

@@ -288,12 +288,6 @@ class TokenSource {
     int64_t first_ = 0, n_ = 0;
 };
 
-// The training and the held-out tokens of a run. --val, if given, is the held-out text. Otherwise shards of --data
-// named *_val_*.bin are, and if there are none, the last `fraction` of --data.
-std::pair<TokenSource, TokenSource> open_train_and_val(const std::string& data, const std::string& val,
-                                                       const Tokenizer& tokenizer, double fraction,
-                                                       int32_t document_token = -1);
-
 // A run may draw its sequences from several sources: of every kMixShares sequences, `share` come from this one.
 constexpr int64_t kMixShares = 1000;
 struct MixedSource {
@@ -309,10 +303,12 @@ struct MixedPath {
     int64_t share;
 };
 std::vector<MixedPath> parse_mixed_paths(const std::string& text);
-// As open_train_and_val: `data` and `val` may name several sources, and what is held out has the shares of `data`.
-std::pair<TokenMix, TokenMix> open_mixed_train_and_val(const std::string& data, const std::string& val,
-                                                       const Tokenizer& tokenizer, double fraction,
-                                                       int32_t document_token = -1);
+// The training and the held-out tokens of a run, each of one source or of several. `val`, if given, is held out. Of a
+// source of `data` otherwise those shards are that are named *_val_*.bin, or if there are none the last `fraction`;
+// they have the share of their source.
+std::pair<TokenMix, TokenMix> open_train_and_val(const std::string& data, const std::string& val,
+                                                 const Tokenizer& tokenizer, double fraction,
+                                                 int32_t document_token = -1);
 int64_t token_count(const TokenMix& mix);
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -142,9 +142,7 @@ int64_t bytes_of_tokens(const Tensor& logits, int64_t V) {
 
 // Nothing is to be added to this gradient of a parameter: where it does not accumulate, it is 0.
 inline void zero_unless(bool accumulate, const Tensor& gradient, cudaStream_t stream) {
-    if (accumulate || gradient.n() == 0) return;
-    cudaCheck(cudaMemsetAsync(gradient.data, 0, gradient.bytes(), stream));
-    launched("memset", {.writes = bytes_of(gradient)});
+    if (!accumulate && gradient.n() > 0) set_to_zero(gradient, stream);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -166,11 +166,6 @@ struct Rows {
     dim3 forward_grid() const { return dim3(static_cast<unsigned>(geometry.n_blocks_forward)); }
 };
 
-template <class T>
-T* optional_ptr(const Tensor& tensor) {
-    return tensor ? tensor.ptr<std::remove_const_t<T>>() : nullptr;
-}
-
 }  // namespace
 
 void divided_norm_parts(Tensor parts, Tensor sum, Tensor inp, Tensor branch, bool centred, cudaStream_t stream) {
@@ -189,8 +184,8 @@ void divided_norm_parts(Tensor parts, Tensor sum, Tensor inp, Tensor branch, boo
         using Row = decltype(zero);
         using T = typename Row::Element;
         forward_parts_kernel<T, Row::n, Row::kColumns><<<rows.forward_grid(), rows.geometry.block, 0, stream>>>(
-            parts.ptr<float>(), optional_ptr<T>(branch ? sum : Tensor{}), inp.ptr<T>(), optional_ptr<T>(branch), rows.N,
-            rows.C, centred);
+            parts.ptr<float>(), (branch ? sum : Tensor{}).ptr_or_null<T>(), inp.ptr<T>(), branch.ptr_or_null<T>(),
+            rows.N, rows.C, centred);
     });
 }
 
@@ -211,8 +206,8 @@ void divided_norm_finish(Tensor out, Tensor mean, Tensor rstd, Tensor x, Tensor 
         using Row = decltype(zero);
         using T = typename Row::Element;
         forward_finish_kernel<T, Row::n, Row::kColumns><<<rows.forward_grid(), rows.geometry.block, 0, stream>>>(
-            out.ptr<T>(), optional_ptr<float>(mean), rstd.ptr<float>(), x.ptr<T>(), parts.ptr<float>(),
-            static_cast<int>(n_ranks), weight.ptr<T>(), optional_ptr<T>(bias), rows.N, rows.C, eps);
+            out.ptr<T>(), mean.ptr_or_null<float>(), rstd.ptr<float>(), x.ptr<T>(), parts.ptr<float>(),
+            static_cast<int>(n_ranks), weight.ptr<T>(), bias.ptr_or_null<T>(), rows.N, rows.C, eps);
     });
 }
 
@@ -241,7 +236,7 @@ void divided_norm_backward_parts(Tensor parts, Tensor dweight, Tensor dbias, Ten
         backward_parts_kernel<T, Row::n, Row::kColumns>
             <<<dim3(static_cast<unsigned>(blocks)), rows.geometry.backward_block, rows.geometry.backward_shared_bytes,
                stream>>>(parts.ptr<float>(), params, dout.ptr<T>(), x.ptr<T>(), weight.ptr<T>(),
-                         optional_ptr<const float>(mean), rstd.ptr<float>(), N, C);
+                         mean.ptr_or_null<const float>(), rstd.ptr<float>(), N, C);
     });
 }
 
@@ -261,7 +256,7 @@ void divided_norm_backward_finish(Tensor dinp, Tensor dout, Tensor dsum, Tensor 
         using Row = decltype(zero);
         using T = typename Row::Element;
         backward_finish_kernel<T, Row::n, Row::kColumns><<<rows.forward_grid(), rows.geometry.block, 0, stream>>>(
-            dinp.ptr<T>(), dout.ptr<T>(), optional_ptr<T>(dsum), x.ptr<T>(), weight.ptr<T>(),
-            optional_ptr<const float>(mean), rstd.ptr<float>(), parts.ptr<float>(), rows.N, rows.C, columns);
+            dinp.ptr<T>(), dout.ptr<T>(), dsum.ptr_or_null<T>(), x.ptr<T>(), weight.ptr<T>(),
+            mean.ptr_or_null<const float>(), rstd.ptr<float>(), parts.ptr<float>(), rows.N, rows.C, columns);
     });
 }

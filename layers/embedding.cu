@@ -396,8 +396,8 @@ void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tensor wte, 
         using T = typename Chunk::Element;
         const auto threads = static_cast<unsigned>(std::min<int64_t>(kBlock, ceil_div(C, Chunk::n)));
         embedding_forward_kernel<T, Chunk::n><<<n_places, threads, 0, stream>>>(
-            out.ptr<T>(), tokens.ptr<int32_t>(), positions ? positions.ptr<int32_t>() : nullptr, wte.ptr<T>(),
-            wpe ? wpe.ptr<T>() : nullptr, T_length, C, wte.shape[0], wpe ? wpe.shape[0] : 0);
+            out.ptr<T>(), tokens.ptr<int32_t>(), positions.ptr_or_null<int32_t>(), wte.ptr<T>(), wpe.ptr_or_null<T>(),
+            T_length, C, wte.shape[0], wpe ? wpe.shape[0] : 0);
     });
     const int64_t position_rows = !wpe ? 0 : positions ? std::min(wpe.shape[0], B * T_length) : T_length;
     launched("embedding_forward_kernel",
@@ -463,8 +463,7 @@ static void add_by_lists(Tensor dtable, Tensor dout, Tensor ids, Tensor dwpe, bo
     const dim3 grid(static_cast<unsigned>(piece_blocks + positions), static_cast<unsigned>(y));
     embedding_backward_kernel<T, G, n><<<grid, static_cast<unsigned>(x), 0, stream>>>(
         dtable.ptr<G>(), partial, device().arrivals, dout.ptr<T>(), sorted.ids, sorted.order, n_places, C, n_rows,
-        PositionRows<G>{dwpe ? dwpe.ptr<G>() : nullptr, B, T_length, accumulate_wpe},
-        static_cast<unsigned>(piece_blocks));
+        PositionRows<G>{dwpe.ptr_or_null<G>(), B, T_length, accumulate_wpe}, static_cast<unsigned>(piece_blocks));
     // At the most: all places in rows of their own, or all in long lists, with a counter each.
     const int64_t rows = bytes_of_rows(dtable, std::min(n_rows, n_places)), partial_bytes = 4 * n_partial(n_places, C),
                   counters = n_places / (kPiece + 1) * y * static_cast<int64_t>(sizeof(unsigned)),

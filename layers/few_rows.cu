@@ -282,7 +282,7 @@ void launch_few_rows(const Tensor& out, const Tensor& inp, const Code* codes, co
                      int64_t n_blocks, int shift, cudaStream_t stream) {
     const int64_t N = inp.shape[0], C = inp.shape[1], O = out.shape[1];
     T* const to = out.ptr<T>();
-    const T *const from = inp.ptr<T>(), *const bias_from = bias ? bias.ptr<T>() : nullptr;
+    const T *const from = inp.ptr<T>(), *const bias_from = bias.ptr_or_null<T>();
     const auto grid = [&](int64_t outputs) {
         return dim3(static_cast<unsigned>(ceil_div(O, outputs)), static_cast<unsigned>(ceil_div(N, kMostRows)));
     };

@@ -288,7 +288,7 @@ void launch_tile(const Product& p, Input input, TileSizes<kOutputs, kRowTiles, k
     const size_t shared_bytes = std::is_pointer_v<Input> ? 0 : normed_row_bytes<T>(p.s.C);
     const EarlyLaunch start(p.tiles(kOutputs, kRowTiles), kThreads, shared_bytes, p.stream);
     start("few_rows_mma_kernel", few_rows_mma_kernel<kOutputs, kRowTiles, kAhead, kWhole, Input, T>, p.out.ptr<T>(),
-          input, p.weight.ptr<T>(), p.bias ? p.bias.ptr<T>() : nullptr, p.s);
+          input, p.weight.ptr<T>(), p.bias.ptr_or_null<T>(), p.s);
 }
 // launch(TileSizes) with what a block computes, of up to 8 rows and of any number.
 template <class F>
@@ -329,8 +329,7 @@ void few_rows_mma_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, cu
             else if constexpr (kOutputs < 64) launch_tile<false, T>(product, input, tile);
         });
     };
-    if (inp.dtype == DType::bf16) launch(__nv_bfloat16{});
-    else launch(__half{});
+    dispatch_16_bits(inp.dtype, launch);
     note_launched(product, bytes_of(inp), 0);
 }
 
@@ -345,19 +344,17 @@ void few_rows_mma_normed_forward(Tensor out, const NormInFront& norm, Tensor wei
     const int64_t C = product.s.C;
     const auto launch = [&](auto zero) {
         using T = decltype(zero);
-        const auto pointer = [](const Tensor& tensor) { return tensor ? tensor.ptr<T>() : nullptr; };
-        const NormedRow<T> row{pointer(norm.inp),
-                               pointer(norm.branch),
-                               pointer(norm.weight),
-                               pointer(norm.bias),
-                               pointer(norm.branch ? norm.sum : Tensor{}),
+        const NormedRow<T> row{norm.inp.ptr<T>(),
+                               norm.branch.ptr_or_null<T>(),
+                               norm.weight.ptr<T>(),
+                               norm.bias.ptr_or_null<T>(),
+                               (norm.branch ? norm.sum : Tensor{}).ptr_or_null<T>(),
                                norm.eps,
                                narrow(C, "columns"),
                                static_cast<int>(norm_geometry("few_rows_normed_forward", 1, C, C).block.x)};
         choose_narrow_tile(product, [&](auto tile) { launch_tile<true, T>(product, row, tile); });
     };
-    if (norm.inp.dtype == DType::bf16) launch(__nv_bfloat16{});
-    else launch(__half{});
+    dispatch_16_bits(norm.inp.dtype, launch);
     note_launched(product, bytes_of(norm.inp, norm.branch, norm.weight, norm.bias),
                   norm.branch ? bytes_of(norm.sum) : 0);
 }

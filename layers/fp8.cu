@@ -299,18 +299,17 @@ __global__ void advance_kernel(float* states, int64_t n) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Launchers
 
-template <class F>
-void dispatch_16_bit(const char* operation, DType dtype, F&& f) {
-    if (dtype == DType::bf16) return f(__nv_bfloat16{});
-    check(dtype == DType::f16, operation, ": inp is ", dtype_name(dtype), ", expected bf16 or f16");
-    f(__half{});
+void expect_16_bits(const char* operation, const Tensor& inp) {
+    check(inp.dtype == DType::bf16 || inp.dtype == DType::f16, operation, ": inp is ", dtype_name(inp.dtype),
+          ", expected bf16 or f16");
 }
 
 template <class Code, Shared kShared, bool kStraight, bool kTransposed>
 void launch_quantise(const Target& to, const Tensor& inp, cudaStream_t stream) {
     const int64_t rows = inp.shape[0], cols = inp.shape[1];
     const dim3 grid(static_cast<unsigned>(ceil_div(cols, kTile)), static_cast<unsigned>(ceil_div(rows, kTile)));
-    dispatch_16_bit("fp8_quantise", inp.dtype, [&](auto zero) {
+    expect_16_bits("fp8_quantise", inp);
+    dispatch_16_bits(inp.dtype, [&](auto zero) {
         using T = decltype(zero);
         quantise_kernel<T, Code, kShared, kStraight, kTransposed>
             <<<grid, kTileThreads, 0, stream>>>(to, inp.ptr<T>(), rows, cols);
@@ -416,14 +415,14 @@ void fp8_amax(Tensor amax, Tensor inp, Tensor known, cudaStream_t stream) {
     if (known) expect(name, "known", known, DType::f32, {1});
     check(inp.data, name, ": inp is ", inp);
     expect_aligned(name, {{"inp", inp}});
-    cudaCheck(cudaMemsetAsync(amax.data, 0, sizeof(float), stream));
-    launched("memset", {.writes = static_cast<int64_t>(sizeof(float))});
+    set_to_zero(amax, stream);
     const unsigned n_blocks = static_cast<unsigned>(ceil_div(inp.n(), kAmaxSpan));
     if (n_blocks == 0) return;
-    dispatch_16_bit(name, inp.dtype, [&](auto zero) {
+    expect_16_bits(name, inp);
+    dispatch_16_bits(inp.dtype, [&](auto zero) {
         using T = decltype(zero);
         amax_kernel<T><<<n_blocks, kAmaxThreads, 0, stream>>>(amax.ptr<float>(), inp.ptr<T>(), inp.n(),
-                                                              known ? known.ptr<float>() : nullptr);
+                                                              known.ptr_or_null<float>());
     });
     // What is known is 0 in the first step alone.
     launched("amax_kernel", {.reads = known ? bytes_of(known) : bytes_of(inp, amax), .writes = bytes_of(amax)});
@@ -449,7 +448,7 @@ void fp8_quantise(const Fp8Matrix& to, bool transpose, Tensor inp, Tensor amax, 
         if (recorded) expect(name, "recorded", recorded, DType::f32, {1});
         target.scale = to.scale.ptr<float>();
         target.amax = amax.ptr<float>();
-        target.recorded = recorded ? recorded.ptr<float>() : nullptr;
+        target.recorded = recorded.ptr_or_null<float>();
         if (transpose && is_e5m2) launch_quantise<__nv_fp8_e5m2, Shared::tensor, false, true>(target, inp, stream);
         else if (transpose) launch_quantise<__nv_fp8_e4m3, Shared::tensor, false, true>(target, inp, stream);
         else if (is_e5m2) launch_quantise<__nv_fp8_e5m2, Shared::tensor, true, false>(target, inp, stream);
@@ -506,10 +505,7 @@ void fp8_quantise_weight(const Fp8Weight& to, Tensor weight, cudaStream_t stream
         target.scale_cols = to.forward.scale.cols(), target.scale_t_cols = to.backward.scale.cols();
         // cuBLASLt's manual does not say whether the padding is read: it is set to 0, so that it is never
         // uninitialised.
-        for (const Tensor& scale : {to.forward.scale, to.backward.scale}) {
-            cudaCheck(cudaMemsetAsync(scale.data, 0, scale.bytes(), stream));
-            launched("memset", {.writes = bytes_of(scale)});
-        }
+        for (const Tensor& scale : {to.forward.scale, to.backward.scale}) set_to_zero(scale, stream);
         launch_quantise<__nv_fp8_e4m3, Shared::square, true, true>(target, weight, stream);
     } else {
         if (amax == AmaxFrom::here) fp8_amax(to.amax, weight, {}, stream);
@@ -552,8 +548,7 @@ void fp8_linear_forward(Tensor out, Tensor saved, Tensor inp, const Fp8Weight& w
         pieces.take_matrix(weight.recipe, DType::e4m3, kScaledRows, C);  // of the call below
         const Tensor four_in = pieces.take(inp.dtype, {kScaledRows, C}),
                      four_out = pieces.take(inp.dtype, {kScaledRows, O});
-        cudaCheck(cudaMemsetAsync(four_in.data, 0, four_in.bytes(), stream));
-        launched("memset", {.writes = bytes_of(four_in)});
+        set_to_zero(four_in, stream);
         copy_tensor(four_in.slice(0, rest), inp.slice(whole, rest), stream);
         fp8_linear_forward(four_out, saved, four_in, weight, bias, state, record, scratch, stream, amax);
         return copy_tensor(out.slice(whole, rest), four_out.slice(0, rest), stream);

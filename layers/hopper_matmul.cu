@@ -406,11 +406,11 @@ void launch(Tensor out, Tensor a, Tensor b, const MatmulOptions& o, cudaStream_t
     const TileGrid grid = tile_grid<typename R::Tile>(M, N);
     const Tensor& x = o.delta ? o.attended : o.gelu_input;
     const Arguments<Number> args{out.ptr<Number>(),
-                                 o.bias ? o.bias.ptr<Number>() : nullptr,
-                                 x ? x.ptr<Number>() : nullptr,
-                                 o.delta ? o.delta.ptr<float>() : nullptr,
+                                 o.bias.ptr_or_null<Number>(),
+                                 x.ptr_or_null<Number>(),
+                                 o.delta.ptr_or_null<float>(),
                                  o.delta ? narrow(o.delta.shape[2], "tokens") : 0,
-                                 o.zeros ? o.zeros.ptr<int32_t>() : nullptr,
+                                 o.zeros.ptr_or_null<int32_t>(),
                                  narrow(o.zeros.n(), "zeros"),
                                  narrow(M, "rows"),
                                  narrow(N, "columns"),
@@ -425,7 +425,8 @@ void launch(Tensor out, Tensor a, Tensor b, const MatmulOptions& o, cudaStream_t
 
 template <bool kBTransposed, Finish kFinish>
 void launch(Tensor out, Tensor a, Tensor b, const MatmulOptions& o, cudaStream_t stream) {
-    dispatch_16_bit(out.dtype, [&](auto zero) { launch<decltype(zero), kBTransposed, kFinish>(out, a, b, o, stream); });
+    dispatch_16_bits(out.dtype,
+                     [&](auto zero) { launch<decltype(zero), kBTransposed, kFinish>(out, a, b, o, stream); });
 }
 
 }  // namespace

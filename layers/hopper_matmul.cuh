@@ -172,11 +172,6 @@ inline float* matmul_workspace() {
 }
 
 template <class F>
-void dispatch_16_bit(DType dtype, F&& f) {
-    if (dtype == DType::bf16) f(__nv_bfloat16{});
-    else f(__half{});
-}
-template <class F>
 void dispatch_bool(bool value, F&& f) {
     if (value) f(std::true_type{});
     else f(std::false_type{});

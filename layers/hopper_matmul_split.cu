@@ -356,7 +356,7 @@ void hopper_matmul_split(Tensor out, Tensor a, Tensor b, const MatmulOptions& o,
                         .N = N,
                         .alpha = o.alpha,
                         .beta = o.beta};
-    dispatch_16_bit(a.dtype, [&](auto zero) {
+    dispatch_16_bits(a.dtype, [&](auto zero) {
         using Number = decltype(zero);
         dispatch_bool(o.transpose_a, [&](auto a_transposed) {
             dispatch_bool(o.transpose_b, [&](auto b_transposed) {

@@ -149,7 +149,7 @@ void layernorm_forward(Tensor out, Tensor sum, Tensor mean, Tensor rstd, Tensor 
         EarlyLaunch(grid, geometry.block, 0, stream)(
             "layernorm_forward_kernel", layernorm_forward_kernel<T, Row::n, Row::kColumns>, out.ptr<T>(),
             branch ? sum.ptr<T>() : nullptr, mean.ptr<float>(), rstd.ptr<float>(), inp.ptr<T>(),
-            branch ? branch.ptr<T>() : nullptr, weight.ptr<T>(), bias.ptr<T>(), N, C, eps);
+            branch.ptr_or_null<T>(), weight.ptr<T>(), bias.ptr<T>(), N, C, eps);
     });
     launched("layernorm_forward_kernel", {.reads = bytes_of(inp, branch, weight, bias),
                                           .writes = bytes_of(out, mean, rstd) + (branch ? bytes_of(sum) : 0),
@@ -187,7 +187,7 @@ void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dout, 
         allow_shared(layernorm_backward_kernel<T, Row::n, Row::kColumns>, geometry.backward_shared_bytes);
         layernorm_backward_kernel<T, Row::n, Row::kColumns>
             <<<static_cast<unsigned>(R), geometry.backward_block, geometry.backward_shared_bytes, stream>>>(
-                dinp.ptr<T>(), params, dout.ptr<T>(), dsum ? dsum.ptr<T>() : nullptr, inp.ptr<T>(), weight.ptr<T>(),
+                dinp.ptr<T>(), params, dout.ptr<T>(), dsum.ptr_or_null<T>(), inp.ptr<T>(), weight.ptr<T>(),
                 mean.ptr<float>(), rstd.ptr<float>(), N, C);
     });
     LaunchCost cost = {.reads = bytes_of(dout, dsum, inp, weight, mean, rstd),

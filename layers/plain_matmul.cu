@@ -67,8 +67,8 @@ void plain_matmul(Tensor out, Tensor a, Tensor b, const MatmulOptions& options, 
         using Out = decltype(result);
         plain_matmul_kernel<Factor, Out><<<blocks, 256, 0, stream>>>(
             out.ptr<Out>(), a.ptr<Factor>(), b.ptr<Factor>(), (options.added ? options.added : out).ptr<Out>(),
-            options.bias ? options.bias.ptr<Out>() : nullptr, strides_of(a, options.transpose_a),
-            strides_of(b, options.transpose_b), M, N, K, n, options.alpha, options.beta);
+            options.bias.ptr_or_null<Out>(), strides_of(a, options.transpose_a), strides_of(b, options.transpose_b), M,
+            N, K, n, options.alpha, options.beta);
     };
     dispatch(a.dtype, [&](auto zero) {
         if (out.dtype == a.dtype) launch(zero, zero);

@@ -138,8 +138,8 @@ void launch_forward(const char* name, const HeadColumns& out, Tensor sum, Tensor
         using T = typename Row::Element;
         EarlyLaunch(grid, geometry.block, 0, stream)(
             "rmsnorm_forward_kernel", rmsnorm_forward_kernel<T, Row::n, Row::kColumns>, norm_rows<T>(out),
-            branch ? sum.ptr<T>() : nullptr, rstd.ptr<float>(), norm_rows<const T>(inp),
-            branch ? branch.ptr<T>() : nullptr, weight.ptr<T>(), N, C, eps);
+            branch ? sum.ptr<T>() : nullptr, rstd.ptr<float>(), norm_rows<const T>(inp), branch.ptr_or_null<T>(),
+            weight.ptr<T>(), N, C, eps);
     });
     launched("rmsnorm_forward_kernel", {.reads = bytes_of(inp, branch, weight),
                                         .writes = bytes_of(out, rstd) + (branch ? bytes_of(sum) : 0),
@@ -168,8 +168,8 @@ void launch_backward(const char* name, const HeadColumns& dinp, Tensor dweight, 
         allow_shared(rmsnorm_backward_kernel<T, Row::n, Row::kColumns>, geometry.backward_shared_bytes);
         rmsnorm_backward_kernel<T, Row::n, Row::kColumns>
             <<<grid, geometry.backward_block, geometry.backward_shared_bytes, stream>>>(
-                norm_rows<T>(dinp), params, norm_rows<const T>(dout), dsum ? dsum.ptr<T>() : nullptr,
-                norm_rows<const T>(inp), weight.ptr<T>(), rstd.ptr<float>(), N, narrow(C, name));
+                norm_rows<T>(dinp), params, norm_rows<const T>(dout), dsum.ptr_or_null<T>(), norm_rows<const T>(inp),
+                weight.ptr<T>(), rstd.ptr<float>(), N, narrow(C, name));
     });
     LaunchCost cost = {.reads = bytes_of(dout, dsum, inp, weight, rstd),
                        .writes = bytes_of(dinp),

@@ -215,7 +215,7 @@ void rotate(const char* operation, const char* argument, const HeadColumns& head
         constexpr int kN = decltype(chunk)::n;
         const HeadLaunch to = head_launch(B, T, heads.count, ceil_div(half, kN));
         Number* first = rows.ptr<Number>() + heads.column;
-        const int32_t* its_positions = positions ? positions.ptr<int32_t>() : nullptr;
+        const int32_t* its_positions = positions.ptr_or_null<int32_t>();
         const int n_heads = narrow(heads.count, "heads");
         if (pairs == RopePairs::neighbours)
             rope_kernel<Number, kN, true><<<to.grid, to.block, 0, stream>>>(first, its_positions, table.ptr<float>(),

@@ -377,8 +377,7 @@ void init_weights(Model& model, uint64_t seed) {
         const std::string& name = param.file_name();
         const bool residual =
             name.ends_with("c_proj.weight") || name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight");
-        const int64_t here_n = (param.value.shape[0] - param.padded_rows) * (param.value.n() / param.value.shape[0]);
-        const int64_t n = param.cut.exists() ? param.cut.rows * param.cut.cols : here_n;
+        const int64_t n = param.cut.exists() ? param.cut.rows * param.cut.cols : param.used_n();
         if (param.decay)
             model.write(param,
                         normal_values(n, residual ? residual_std : model.config.init_std, seed, hash_name(name)));
@@ -394,9 +393,6 @@ std::set<std::string> parameter_names(const Config& config) {
 
 int64_t parameter_count(const Config& config) {
     int64_t n = 0;
-    for (const Param& param : whole_without_memory(config).params) {
-        const int64_t row_n = param.value.n() / param.value.shape[0];
-        n += (param.value.shape[0] - param.padded_rows) * row_n;
-    }
+    for (const Param& param : whole_without_memory(config).params) n += param.used_n();
     return n;
 }

@@ -220,10 +220,7 @@ class Muon final : public Optimizer {
     template <class G>
     void update_momentum(const Matrix& matrix, const G* grads, const Tensor& norm_scale, cudaStream_t stream) {
         const Tensor x = x_.slice(0, matrix.whole_n());
-        if (matrix.is_cut) {
-            cudaCheck(cudaMemsetAsync(x.data, 0, x.bytes(), stream));
-            launched("memset", {.writes = bytes_of(x)});
-        }
+        if (matrix.is_cut) set_to_zero(x, stream);
         dispatch(options_.ns_dtype, [&](auto zero) {
             using T = decltype(zero);
             momentum_kernel<T, G><<<blocks_for(matrix.n), kBlock, 0, stream>>>(

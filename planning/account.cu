@@ -128,7 +128,7 @@ Bytes traffic_of(const Trainer& t, const RankWork& rank) {
     const Model& model = rank.model;
     const Sharding& s = model.sharding;
     const Bytes P = model.n, W = dtype_bytes(model.weights.dtype), G = dtype_bytes(model.grads.dtype),
-                M = t.local_batch / t.micro_batch;
+                M = t.micro_batches();
     const int64_t small = static_cast<int64_t>(t.step_sums().bytes() + model.fp8_states.bytes());
     Bytes big = 2 * P * G;
     if (s.naive || s.zero == 1) big = P * (G + W);
@@ -146,7 +146,7 @@ RankWork work_of_stage_rank(const Trainer& t, int rank) {
     RankWork its{build_model(t.config, o.precision, o.seq, weights, grads, masters, t.model.sharding, t.model.layout,
                              stages.part),
                  {}};
-    const int64_t M = t.local_batch / t.micro_batch / (pipeline.has_twins() ? 2 : 1);
+    const int64_t M = t.micro_batches() / (pipeline.has_twins() ? 2 : 1);
     for (const auto& [first, n] : stages.chunks) {
         its.work.push_back({chunk_forward_visits(first, first + n), M});
         its.work.push_back({chunk_backward_visits(first, first + n, o.recompute), M});
@@ -182,8 +182,7 @@ Bytes pipeline_traffic(const Trainer& t, const std::vector<RankWork>& ranks) {
 
 __int128 expected_traffic(const Trainer& t) {
     if (!t.pipeline)
-        return traffic_of(
-            t, {t.model, {{visits_of_micro_batch(t.model, t.options.recompute), t.local_batch / t.micro_batch}}});
+        return traffic_of(t, {t.model, {{visits_of_micro_batch(t.model, t.options.recompute), t.micro_batches()}}});
     std::vector<RankWork> ranks;
     Bytes bytes = 0;
     for (int rank = 0; rank < t.options.pp; ++rank) {

@@ -157,7 +157,7 @@ void print_row(const Trainer& t, const TensorLayout& layout, const char* name, i
     take_activations(model, t.micro_batch, o.rank_seq(), o.recompute, activations);
     const TensorTraffic traffic = tensor_traffic(model, t.micro_batch * o.rank_seq(),
                                                  visits_of_micro_batch(model, o.recompute), o.recompute.selective);
-    const int64_t M = t.local_batch / t.micro_batch;
+    const int64_t M = t.micro_batches();
     const double bytes = static_cast<double>(M * traffic.visits + traffic.shared_gradients) / layout.size;
     char grid[32] = "";
     if (layout.mode == TensorMode::two_d) std::snprintf(grid, sizeof grid, "%d x %d", layout.sizes[1], layout.sizes[2]);

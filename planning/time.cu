@@ -116,7 +116,7 @@ const DeviceSpec* named_spec(const std::string& name) {
 // Each chunk of the head but the first reads the head's weight again, for its logits and for the gradient of its input;
 // and it reads the gradient of the weight, adds to it and writes it.
 double head_chunk_bytes(const Trainer& t, int64_t chunks, DType grad_dtype) {
-    const double n_micro = static_cast<double>(t.local_batch / t.micro_batch),
+    const double n_micro = static_cast<double>(t.micro_batches()),
                  more_chunks = n_micro * static_cast<double>(chunks - 1);
     return more_chunks * static_cast<double>(t.config.V_padded() * t.config.C) * 2 *
            static_cast<double>(dtype_bytes(t.options.precision.dtype) + dtype_bytes(grad_dtype));
@@ -172,7 +172,7 @@ double fp8_bytes(const Trainer& t, double L, const Linears& linears, const Again
     const Fp8Recipe recipe = t.options.precision.fp8;
     if (recipe == Fp8Recipe::none) return 0;
     const double tokens = static_cast<double>(t.local_batch * t.options.rank_seq()),
-                 n_micro = static_cast<double>(t.local_batch / t.micro_batch);
+                 n_micro = static_cast<double>(t.micro_batches());
     const double largest = recipe == Fp8Recipe::current ? 2 : 0, cast = 3 - 1;
     const double forwards = L * linears.inputs + again.of_blocks(linears.inputs, linears.last_inputs);
     const double gelu = t.config.feed_forward == "gelu" ? static_cast<double>(t.model.local.F) : 0;
@@ -212,7 +212,7 @@ StepCost step_cost(Trainer& t, double state_bytes) {
     const auto [c, share] = share_of_rank(t);
     const TrainOptions& o = t.options;
     const double tokens = share * static_cast<double>(t.local_batch * o.rank_seq()),
-                 n_micro = static_cast<double>(t.local_batch / t.micro_batch);
+                 n_micro = static_cast<double>(t.micro_batches());
     const double L = static_cast<double>(c.L), C = static_cast<double>(c.C), V = static_cast<double>(c.V_padded());
     const double n = static_cast<double>(t.model.n);
     const double value_bytes = static_cast<double>(dtype_bytes(o.precision.dtype));

@@ -220,14 +220,14 @@ TEST_CASE("shards named val are held out") {
     CHECK(all_tokens(open(folder / "*-val-*.bin")) == Tokens{9});  // nothing but val: all of it is meant
 
     auto by_name = open_train_and_val(folder.path, "", *bytes, 0.5);
-    CHECK(all_tokens(by_name.first) == Tokens{0, 1, 2});
-    CHECK(all_tokens(by_name.second) == Tokens{9});
+    CHECK(all_tokens(by_name.first[0].tokens) == Tokens{0, 1, 2});
+    CHECK(all_tokens(by_name.second[0].tokens) == Tokens{9});
     auto by_fraction = open_train_and_val(folder / "*_train_*.bin", "", *bytes, 0.5);
-    CHECK(all_tokens(by_fraction.first) == Tokens{1});
-    CHECK(all_tokens(by_fraction.second) == Tokens{2});
+    CHECK(all_tokens(by_fraction.first[0].tokens) == Tokens{1});
+    CHECK(all_tokens(by_fraction.second[0].tokens) == Tokens{2});
     auto given = open_train_and_val(folder / "fw_train_000001.bin", folder.path, *bytes, 0.5);
-    CHECK(all_tokens(given.first) == Tokens{1});
-    CHECK(all_tokens(given.second) == Tokens{9});
+    CHECK(all_tokens(given.first[0].tokens) == Tokens{1});
+    CHECK(all_tokens(given.second[0].tokens) == Tokens{9});
 }
 
 TEST_CASE("data that cannot work is refused in one line") {

@@ -353,7 +353,7 @@ class Oracle {
   public:
     explicit Oracle(const AsyncRun& run)
         : run_(run), m_(load_config(model_file(run.model)), 2, kT),
-          data_(open_mixed_train_and_val(text_file(), "", *make_byte_tokenizer(), 0.1).first, kT, 1) {
+          data_(open_train_and_val(text_file(), "", *make_byte_tokenizer(), 0.1).first, kT, 1) {
         for (int pass = 0; pass < 2; ++pass) {
             optimizer_ = make_optimizer(run.optimizer, states_, m_.model.params, m_.model.n,
                                         default_optimizer_options(run.optimizer));

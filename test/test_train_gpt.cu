@@ -493,7 +493,7 @@ TEST_CASE("the picture of a run has the losses of its log, and names no validati
 
 TEST_CASE("a sample has what a terminal can show, and begins with a line or the first token", "[train_gpt]") {
     const std::shared_ptr<const Tokenizer> bytes = make_byte_tokenizer();
-    const auto [train, val] = open_mixed_train_and_val(text_file(), "", *bytes, 0.1);
+    const auto [train, val] = open_train_and_val(text_file(), "", *bytes, 0.1);
     RunData data{.tokenizer = bytes,
                  .train_tokens = train,
                  .val_tokens = val,

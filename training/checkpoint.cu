@@ -66,7 +66,6 @@ std::vector<PlacedState> placed_states(const Trainer& t) {
         const Param& piece = pieces.at(state.param);
         const int64_t n = state.tensor.n(), first = piece.first / std::max<int64_t>(1, state.per);
         const Param& param = *params.at(state.param);
-        const int64_t used_n = param.value.n() - param.padded_rows * (param.value.n() / param.value.shape[0]);
         const bool is_cut = piece.cut.exists(), is_whole = piece.value.n() == param.value.n();
         PlacedState placed{.name = state.kind + "." + param.file_name(),
                            .tensor = state.tensor,
@@ -75,7 +74,7 @@ std::vector<PlacedState> placed_states(const Trainer& t) {
                            .padding_n = 0,
                            .whole = is_whole,
                            .writes = is_owner(t, u) && (piece.counted || !t.tensor_parallel)};
-        if (state.per == 1) placed.padding_n = std::clamp<int64_t>(piece.first + n - used_n, 0, n);
+        if (state.per == 1) placed.padding_n = std::clamp<int64_t>(piece.first + n - param.used_n(), 0, n);
         if (is_cut && state.per == 1) {
             placed.pieces = cut_pieces(piece.cut, piece.first, n);
             placed.whole = false;

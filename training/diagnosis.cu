@@ -25,7 +25,7 @@ BadSequences find_bad_sequences(Trainer& t, int64_t step) {
     // sequences of a micro-batch.
     std::vector<int64_t> bad(static_cast<size_t>(t.local_batch));
     const int64_t part = t.model.layout.part(t.model.layout.inner_rows).index;
-    for (int64_t micro = 0; micro < t.local_batch / t.micro_batch; ++micro) {
+    for (int64_t micro = 0; micro < t.micro_batches(); ++micro) {
         upload_micro_batch(t, t.acts, t.first_row(step) + micro * t.micro_batch, device().stream);
         forward(t.model, t.acts, t.workspace, device().stream, false);
         loss_forward(t.model, t.acts, device().stream);

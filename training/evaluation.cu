@@ -34,7 +34,7 @@ double evaluate(Trainer& t, const BatchReader& data, int64_t n_sequences) {
     n_sequences = std::max<int64_t>(1, std::min(n_sequences, data.sequences_per_epoch()));
     const int64_t n_batches = ceil_div(n_sequences, t.micro_batch);
     cudaCheck(cudaMemsetAsync(t.totals.data, 0, t.totals.bytes(), stream));
-    const int64_t n_ranks = t.options.data_ranks(), at_once = t.pipeline ? t.local_batch / t.micro_batch : 1;
+    const int64_t n_ranks = t.options.data_ranks(), at_once = t.pipeline ? t.micro_batches() : 1;
     // With ZeRO 3 all ranks must take part in every forward, to hand over their shards of the weights.
     const bool together = t.model.sharding.shards_weights();
     for (int64_t first = t.dp_rank; first - t.dp_rank < n_batches; first += at_once * n_ranks) {

@@ -105,8 +105,7 @@ void Trainer::take_memory() {
     square_sums.emplace(memory.activations, "shared by layers", norm_parts());
     if (pipeline) acts = pipeline->take_memory();
     // A pipeline has its gradients in the second of two micro-batches (pipeline.cu).
-    data_parallel.take_memory(model, pipeline ? 2 : local_batch / micro_batch, {totals, model.fp8_states},
-                              memory.communication);
+    data_parallel.take_memory(model, pipeline ? 2 : micro_batches(), {totals, model.fp8_states}, memory.communication);
     if (o.sample_tokens > 0) {
         if (!sampler) sampler = std::make_unique<Engine>(model, sample_engine(o, config));
         sampler->take_memory(memory.sampling, memory.sampling, sample_tables);

@@ -56,7 +56,7 @@ PipelineSchedule schedule_of_steps(const TrainOptions& o, int64_t micro_batches,
 
 Pipeline::Pipeline(Trainer& trainer, Comm& ranks)
     : t_(trainer), ranks_(ranks),
-      schedule_(schedule_of_steps(t_.options, t_.local_batch / t_.micro_batch, steps_at_once(t_.options))),
+      schedule_(schedule_of_steps(t_.options, t_.micro_batches(), steps_at_once(t_.options))),
       n_blocks_(cut_stages(t_.config, schedule_.n_stages, t_.options.seq, t_.options.stages)),
       stages_(stages_of(ranks.rank)), runner_(ranks, schedule_) {
     const std::vector<int> stages = schedule_.stages_of(ranks.rank);
@@ -249,7 +249,7 @@ void Pipeline::forward(const Action& action, Tensor in, Tensor out, cudaStream_t
 
 // Has an earlier micro-batch of the step written the gradients of this stage here? They come in order.
 bool Pipeline::accumulates(const Action& action) const {
-    const int per_step = static_cast<int>(t_.local_batch / t_.micro_batch);
+    const int per_step = static_cast<int>(t_.micro_batches());
     for (int micro = action.micro - action.micro % per_step; micro < action.micro; ++micro)
         if (schedule_.rank_of(action.stage, micro) == ranks_.rank) return true;
     return false;
@@ -259,7 +259,7 @@ void Pipeline::backward(const Action& action, Tensor dx, cudaStream_t stream) {
     Activations& acts = micro_batches_[static_cast<size_t>(action.micro)];
     const auto [first, last] = chunks_.at(action.stage);
     const Model& model = model_of(action);
-    count_for(action.micro / (t_.local_batch / t_.micro_batch));
+    count_for(action.micro / t_.micro_batches());
     Workspace workspace = t_.workspace;
     workspace.accumulate = accumulates(action);
     if (action.what == Do::backward_input) {

@@ -124,7 +124,7 @@ void Pipeline::run_validated_steps(const BatchReader& data, int64_t first, int64
     const cudaStream_t stream = device().stream;
     const std::vector<size_t> places = places_before_backward(schedule_);
     const size_t check_at = places[static_cast<size_t>(ranks_.rank)];
-    const int64_t per_step = t_.local_batch / t_.micro_batch;
+    const int64_t per_step = t_.micro_batches();
     const bool stop = take_stop_request(o, first + n - 1);
     training_ = true;
     for (int64_t i = 0; i < n; ++i) read_batch_to(i * t_.local_batch, t_, data, first + i);

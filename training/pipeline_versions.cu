@@ -65,7 +65,7 @@ void Pipeline::update(const Action& action, cudaStream_t stream) {
 void Pipeline::run_steps(const BatchReader& data, int64_t first, int64_t n) {
     const TrainOptions& o = t_.options;
     const cudaStream_t stream = device().stream;
-    const int64_t per_step = t_.local_batch / t_.micro_batch;
+    const int64_t per_step = t_.micro_batches();
     first_step_ = first;
     training_ = true;
     for (int64_t i = 0; i < n; ++i) read_batch_to(i * t_.local_batch, t_, data, first + i);

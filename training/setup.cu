@@ -115,7 +115,7 @@ uint64_t checked_checksum(const TrainOptions& o, const RunTokenizer& tokenizer, 
 
 RunData open_data(const TrainOptions& o, const Config& config, const RunTokenizer& tokenizer) {
     const int32_t eot = static_cast<int32_t>(o.eot);
-    const auto [train, val] = open_mixed_train_and_val(o.data, o.val, *tokenizer.tokenizer, o.val_fraction, eot);
+    const auto [train, val] = open_train_and_val(o.data, o.val, *tokenizer.tokenizer, o.val_fraction, eot);
     const auto is_shards = [](const MixedSource& source) { return source.tokens.is_shards(); };
     check(eot < 0 || std::any_of(train.begin(), train.end(), is_shards), "--eot ", eot,
           ": it belongs to token shards; of text, the tokenizer knows where documents begin");

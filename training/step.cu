@@ -132,13 +132,10 @@ void accumulate_gradients(Trainer& t, int64_t step) {
                               static_cast<uint64_t>(o.seed));
     // A rank writes the rows of its own units only, and the sum over several ranks needs zeros in the others.
     const bool several = t.world.size > 1;
-    if (several) {
-        cudaCheck(cudaMemsetAsync(t.totals.data, 0, t.step_sums().bytes(), stream));
-        launched("memset", {.writes = bytes_of(t.step_sums())});
-    }
+    if (several) set_to_zero(t.step_sums(), stream);
     if (t.pipeline) t.pipeline->accumulate(t.first_row(step), stream);
     else {
-        for (int64_t micro = 0; micro < t.local_batch / t.micro_batch; ++micro) {
+        for (int64_t micro = 0; micro < t.micro_batches(); ++micro) {
             upload_micro_batch(t, t.acts, t.first_row(step) + micro * t.micro_batch, stream);
             forward(t.model, t.acts, t.workspace, stream);
             loss_backward(t.model, t.acts, t.dloss(), stream);

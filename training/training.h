@@ -283,6 +283,7 @@ struct Trainer {
     ~Trainer();
     int64_t n_units() const { return config.L + 2; }  // of the whole model
     ContextParallel::Sizes attention_sizes() const;
+    int64_t micro_batches() const { return local_batch / micro_batch; }       // of a step, on this rank
     int64_t first_row(int64_t step) const { return step % 2 * local_batch; }  // of its batch, in the host's memory
     int64_t evaluation_row() const;
     int64_t n_rows() const { return evaluation_row() + local_batch; }

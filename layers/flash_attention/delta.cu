@@ -56,7 +56,7 @@ void flash_delta(const FlashDelta& to, const HeadColumns& dout, const HeadColumn
         const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(H), static_cast<unsigned>(B));
         flash_delta_kernel<Number, decltype(chunk)::n><<<grid, dim3(kDeltaLanes, kDeltaRows), 0, stream>>>(
             to.delta.ptr<float>(), Heads<const Number>(dout), Heads<const Number>(out), T, out.D,
-            to.zeros ? to.zeros.ptr<int32_t>() : nullptr, n_zeros);
+            to.zeros.ptr_or_null<int32_t>(), n_zeros);
         launched("flash_delta_kernel",
                  {.reads = bytes_of(dout, out), .writes = bytes_of(to.delta, to.zeros), .scratch = bytes_of(to.zeros)});
     });

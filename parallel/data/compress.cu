@@ -162,11 +162,6 @@ __global__ void __launch_bounds__(kWarp* kWarps)
 // ---------------------------------------------------------------------------------------------------------------------
 // Compressors
 
-// Without the rows that only pad the vocabulary: their gradients are 0 on every rank, and have to stay so.
-int64_t numbers_of(const Param& param) {
-    return param.value.n() / param.value.shape[0] * (param.value.shape[0] - param.padded_rows);
-}
-
 template <class Codec>
 class BlockCompressor : public Compressor {
   public:
@@ -181,7 +176,7 @@ class BlockCompressor : public Compressor {
         for (size_t u = 0; u < p.units.size(); ++u) {
             const int64_t first = static_cast<int64_t>(blocks.size());
             for (const Param& param : params_of(p, u)) {
-                const int64_t n = numbers_of(param), at = param.offset - p.units[u].offset;
+                const int64_t n = param.used_n(), at = param.offset - p.units[u].offset;
                 for (int64_t i = 0; i < n; i += kBlockN)
                     blocks.push_back({narrow(at + i, "--compress: a unit's numbers"),
                                       static_cast<int32_t>(std::min<int64_t>(kBlockN, n - i))});

@@ -155,7 +155,7 @@ void DataParallel::all_gather_weights(const FlatParameters& p, size_t u, cudaStr
 
 std::vector<float> DataParallel::read(const FlatParameters& p, const Param& param) {
     Comm& ranks = comm();
-    const int64_t n = param.value.n() / param.value.shape[0] * (param.value.shape[0] - param.padded_rows);
+    const int64_t n = param.used_n();
     const bool has_masters = p.masters.exists();
     if (has_masters ? !p.sharding.shards_states() : !p.sharding.shards_weights())
         return ranks.rank == 0 ? to_floats((has_masters ? p.masters : p.weights).slice(param.offset, n))

@@ -94,11 +94,7 @@ class Zero2 : public Zero1 {
     // Every gradient of the unit will be written. What is between them counts in the norm, so it must be 0 as well.
     void begin_grads(const FlatParameters& p, size_t u, cudaStream_t stream) override {
         comm_stream_.wait(stream, reduced_[buffer_of(p, u)]);  // the buffer's previous unit has been reduced
-        for (const Range& range : p.gaps(u)) {
-            const Tensor gap = p.unit_grads(u).slice(range.first, range.n);
-            cudaCheck(cudaMemsetAsync(gap.data, 0, gap.bytes(), stream));
-            launched("memset", {.writes = bytes_of(gap)});
-        }
+        for (const Range& gap : p.gaps(u)) set_to_zero(p.unit_grads(u).slice(gap.first, gap.n), stream);
     }
     void end_grads(const FlatParameters& p, size_t u, cudaStream_t stream) override {
         const Tensor shard = p.grad_shard(u);
