@@ -40,6 +40,14 @@ inline Outcome run_shell(const std::string& command) {
     return {WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), slurp(out), slurp(err)};
 }
 
+// The Python that runs scripts: LLM_PYTHON names one that has the packages they need.
+inline std::string python_name() {
+    const char* set = std::getenv("LLM_PYTHON");
+    return set ? set : "python3";
+}
+inline Outcome run_python(const std::string& arguments) { return run_shell(python_name() + " " + arguments); }
+inline bool python_is_here() { return run_python("-c ''").status == 0; }
+
 // What goes behind train_gpt where runs are compared bit for bit: on a GPU each run would time the algorithms of its
 // products, and two runs, or one before and after --resume, could take different ones.
 #ifdef CUDA_ON_CPU

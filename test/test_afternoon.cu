@@ -83,9 +83,7 @@ void fine_tune(const Desk& desk) {
 }
 
 void load_with_transformers(const Desk& desk) {
-    const char* python = std::getenv("LLM_PYTHON");
-    const Outcome loaded =
-        run_shell(concat(python ? python : "python3", " test/golden/check_folder.py ", desk.checkpoint("runs/1")));
+    const Outcome loaded = run_python("test/golden/check_folder.py " + desk.checkpoint("runs/1"));
     if (loaded.status == 77 || loaded.status == 127) return;  // there is no torch, no transformers, or no Python
     INFO(loaded.out << loaded.err);
     CHECK(loaded.status == 0);

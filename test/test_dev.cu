@@ -481,9 +481,8 @@ TEST_CASE("fetch.sh without a network, and with a number of shards that is none,
 }
 
 TEST_CASE("tokenizers give the ids of Hugging Face's on mixed text", "[program][tokenizer]") {
-    const char* set = std::getenv("LLM_PYTHON");
-    const Outcome outcome = run_shell(concat(set ? set : "python3", " dev/compare_tokenizers.py ",
-                                             program_path("dev/tokenize"), " --mb 0.2 --rounds 0"));
+    const Outcome outcome =
+        run_python("dev/compare_tokenizers.py " + program_path("dev/tokenize") + " --mb 0.2 --rounds 0");
     if (outcome.status == 77 || outcome.status == 127) SKIP_TEST("no Python with tokenizers (set LLM_PYTHON)");
     INFO(outcome.out << outcome.err);
     CHECK(outcome.status == 0);

@@ -8,19 +8,10 @@
 #include <filesystem>
 #include <regex>
 
-namespace {
-
-Outcome python(const std::string& command) {
-    const char* set = std::getenv("LLM_PYTHON");
-    return run_shell(concat(set ? set : "python3", " ", command));
-}
-
-}  // namespace
-
 TEST_CASE("the pages name what exists, and have every flag", "[program][docs]") {
     if (!device().is_cpu) SKIP_TEST("the pages show the CPU build");
-    if (python("-c ''").status != 0) SKIP_TEST("needs Python");
-    const Outcome outcome = python("dev/docs.py check");
+    if (!python_is_here()) SKIP_TEST("needs Python");
+    const Outcome outcome = run_python("dev/docs.py check");
     INFO(outcome.out << outcome.err);
     CHECK(outcome.status == 0);
 }
@@ -55,8 +46,8 @@ TEST_CASE("the pages describe every preset, optimizer and schedule", "[docs]") {
 // make test-readme runs all of them.
 TEST_CASE("the quick commands of the pages run, and print what the pages show", "[program][docs]") {
     if (!device().is_cpu) SKIP_TEST("the pages show the CPU build");
-    if (python("-c ''").status != 0) SKIP_TEST("needs Python");
-    const Outcome outcome = python("dev/readme_commands.py --quick");
+    if (!python_is_here()) SKIP_TEST("needs Python");
+    const Outcome outcome = run_python("dev/readme_commands.py --quick");
     INFO(outcome.out << outcome.err);
     CHECK(outcome.status == 0);
 }

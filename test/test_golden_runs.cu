@@ -17,12 +17,7 @@ constexpr bool kFused = false;  // make MARCH=x86-64, for any such CPU: a produc
 constexpr bool kFused = true;
 #endif
 
-Outcome python(const std::string& arguments) {
-    const char* set = std::getenv("LLM_PYTHON");
-    return run_shell(concat(set ? set : "python3", " ", arguments));
-}
-Outcome runs_py(const std::string& arguments) { return python("test/golden/runs/runs.py " + arguments); }
-bool python_is_here() { return python("-c ''").status == 0; }
+Outcome runs_py(const std::string& arguments) { return run_python("test/golden/runs/runs.py " + arguments); }
 
 }  // namespace
 

@@ -26,13 +26,9 @@ size_t count(const std::string& text, const std::string& what) {
 
 bool is_png(const std::string& path) { return std::filesystem::exists(path) && slurp(path).substr(1, 3) == "PNG"; }
 
-std::string python() {
-    const char* set = std::getenv("LLM_PYTHON");
-    return set ? set : "python3";
-}
 bool torch_is_here() {
     static const bool found =
-        run_shell(python() + " -c 'import importlib.util as u, sys; sys.exit(not u.find_spec(\"torch\"))'").status == 0;
+        run_python("-c 'import importlib.util as u, sys; sys.exit(not u.find_spec(\"torch\"))'").status == 0;
     return found;
 }
 
@@ -119,8 +115,9 @@ TEST_CASE("make bench: what hangs does not take its table", "[program][harness]"
 TEST_CASE("make bench: PyTorch beside ours, at the same shapes", "[program][harness]") {
     if (!torch_is_here()) SKIP_TEST("needs PyTorch; LLM_PYTHON names the Python that has it");
     const TempFolder folder;
-    const Outcome outcome = run_script(
-        "bench.sh", kToyBench + "MODELS=toy-gpt2 OPPONENTS=torch BENCH_OUT=" + folder.path + " LLM_PYTHON=" + python());
+    const Outcome outcome =
+        run_script("bench.sh", kToyBench + "MODELS=toy-gpt2 OPPONENTS=torch BENCH_OUT=" + folder.path +
+                                   " LLM_PYTHON=" + python_name());
     INFO(outcome.err << outcome.out);
     REQUIRE(outcome.status == 0);
     // Each operation has a ratio: the last column of its line is a number. bench_report has compared the shapes. Only
@@ -159,7 +156,7 @@ TEST_CASE("bench_torch: a LLaMA in bf16 learns, and one that does not is an erro
     const TempFolder folder;
     REQUIRE(run_shell(concat(program_path("dev/bench_report"), " config tiny > ", folder / "tiny.json")).status == 0);
     const std::string command =
-        concat("OMP_NUM_THREADS=1 ", python(), " dev/bench_torch.py train --config ", folder / "tiny.json",
+        concat("OMP_NUM_THREADS=1 ", python_name(), " dev/bench_torch.py train --config ", folder / "tiny.json",
                " --batch 2 --seq 16 --dtype bf16 --steps 2 --budget 0.001 ");
     const Outcome learns = run_shell(command + "--precision master");
     INFO(learns.err);

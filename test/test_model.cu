@@ -7,9 +7,8 @@
 #include "json.h"
 #include "model/sublayer.h"
 #include "models.h"
-#include "temp_folder.h"
+#include "program.h"
 
-#include <cstdlib>
 #include <filesystem>
 #include <regex>
 #include <sstream>
@@ -354,17 +353,13 @@ TEST_CASE("transformers gives the same logits for what we save", "[model][export
                            {"logits", "F32", {2, 13, config.V}, fill_logits}});
         folders += folder + " ";
     }
-    const char* python = std::getenv("LLM_PYTHON");
-    const std::string said = all.path + "/said";
-    const int status = std::system(
-        concat(python ? python : "python3", " test/golden/check_export.py ", folders, "> ", said, " 2>&1").c_str());
-    if (WEXITSTATUS(status) == 77 || WEXITSTATUS(status) == 127) {
+    const Outcome outcome = run_python("test/golden/check_export.py " + folders);
+    if (outcome.status == 77 || outcome.status == 127)
         SKIP_TEST("no Python with torch and transformers (set LLM_PYTHON)");
-    }
-    INFO(read_text_file(said));
-    CHECK(status == 0);
+    INFO(outcome.out << outcome.err);
+    CHECK(outcome.status == 0);
     size_t n_ok = 0;
-    for (size_t at = 0; (at = read_text_file(said).find("check_export: ok", at)) != std::string::npos; ++at) ++n_ok;
+    for (size_t at = 0; (at = outcome.out.find("check_export: ok", at)) != std::string::npos; ++at) ++n_ok;
     CHECK(n_ok == hugging_face_models().size() - 1);  // all but MFA
 }
 

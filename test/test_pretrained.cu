@@ -224,9 +224,7 @@ TEST_CASE("an unknown model says what was looked for", "[program][pretrained]") 
 // What Hugging Face's libraries make of checkpoints: of each family with bytes as tokens, and with the golden
 // tokenizers.
 TEST_CASE("transformers reads checkpoints whole: tokenizer, model, generate()", "[program][pretrained][export]") {
-    const char* set = std::getenv("LLM_PYTHON");
-    const std::string python = set ? set : "python3";
-    if (run_shell(python + " -c 'import torch'").status != 0)
+    if (run_python("-c 'import torch'").status != 0)
         SKIP_TEST("no Python with torch and transformers (set LLM_PYTHON)");
     // No normalizer and no rule of words may change a text: spaces, line ends, other scripts, a combining mark that
     // Unicode's form NFC would join, a byte order mark, emoji, control characters.
@@ -258,7 +256,7 @@ TEST_CASE("transformers reads checkpoints whole: tokenizer, model, generate()", 
         spit(newest_checkpoint(run) + "/encodings.json", encodings.str());
         folders += newest_checkpoint(run) + " ";
     }
-    const Outcome outcome = run_shell(python + " test/golden/check_folder.py " + folders);
+    const Outcome outcome = run_python("test/golden/check_folder.py " + folders);
     if (outcome.status == 77) SKIP_TEST("no Python with torch and transformers (set LLM_PYTHON)");
     INFO(outcome.out << outcome.err);
     CHECK(outcome.status == 0);

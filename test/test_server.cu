@@ -954,11 +954,9 @@ TEST_CASE("a signal ends the server when its answers are complete, a second one 
 
 TEST_CASE("the openai package talks to the server", "[program][server]") {
     SKIP_WITHOUT_SERVER();
-    const char* set = std::getenv("LLM_PYTHON");
-    const std::string python = set ? set : "python3";
-    if (run_shell(python + " -c 'import openai'").status != 0) SKIP_TEST("no Python with openai (set LLM_PYTHON)");
+    if (run_python("-c 'import openai'").status != 0) SKIP_TEST("no Python with openai (set LLM_PYTHON)");
     const Server server("--max-waiting 300");
-    const Outcome outcome = run_shell(concat(python, " test/check_openai.py http://127.0.0.1:", server.port()));
+    const Outcome outcome = run_python(concat("test/check_openai.py http://127.0.0.1:", server.port()));
     INFO(outcome.out << outcome.err);
     CHECK(outcome.status == 0);
     CHECK(outcome.out.find("check_openai: ok") != std::string::npos);

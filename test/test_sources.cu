@@ -4,12 +4,6 @@
 
 namespace {
 
-Outcome python(const std::string& arguments) {
-    const char* set = std::getenv("LLM_PYTHON");
-    return run_shell(concat(set ? set : "python3", " ", arguments));
-}
-bool python_is_here() { return python("-c ''").status == 0; }
-
 // A copy of the scripts, with a Makefile of three floors, in a folder that the scripts take for the repository.
 void make_tree(const TempFolder& tree, const std::vector<std::pair<std::string, std::string>>& files) {
     run_shell(concat("mkdir -p ", tree / "dev",
@@ -27,7 +21,7 @@ std::string wrong_includes(const std::vector<std::pair<std::string, std::string>
         {"core/core.h", ""}, {"io/io.h", ""}, {"layers/layers.h", ""}, {"optim/optim.h", ""}, {"cpu/device.h", ""}};
     all.insert(all.end(), files.begin(), files.end());
     make_tree(tree, all);
-    const Outcome outcome = python(tree / "dev/floors.py");
+    const Outcome outcome = run_python(tree / "dev/floors.py");
     CHECK(outcome.err == "");
     CHECK(outcome.status == (outcome.out.empty() ? 0 : 1));
     return outcome.out;
@@ -77,14 +71,14 @@ TEST_CASE("what nvcc compiles can be compiled by that of CUDA 12.0 to 12.4: list
 
 TEST_CASE("floors: no file of ours includes upwards", "[program][sources]") {
     if (!python_is_here()) SKIP_TEST("needs Python; LLM_PYTHON names it");
-    const Outcome outcome = python("dev/floors.py");
+    const Outcome outcome = run_python("dev/floors.py");
     CHECK(outcome.out == "");
     CHECK(outcome.status == 0);
 }
 
 TEST_CASE("every file includes the standard headers that it uses", "[program][sources]") {
     if (!python_is_here()) SKIP_TEST("needs Python; LLM_PYTHON names it");
-    const Outcome outcome = python("dev/includes.py");
+    const Outcome outcome = run_python("dev/includes.py");
     CHECK(outcome.out == "");
     CHECK(outcome.status == 0);
     const TempFolder tree;
@@ -95,14 +89,14 @@ TEST_CASE("every file includes the standard headers that it uses", "[program][so
                      {"core/c.cu", "std::map<int, int> a;\n"},
                      {"dev/d.cu", "auto a = std::max_element(b, c);\n"},
                      {"test/e.cu", "auto a = std::lower_bound(b, c, d);\n"}});
-    const Outcome wrong = python(tree / "dev/includes.py");
+    const Outcome wrong = run_python(tree / "dev/includes.py");
     CHECK(wrong.status == 1);
     CHECK(wrong.out ==
           "core/b.cu:3: std::count_if needs #include <algorithm>\ncore/c.cu:1: std::map needs #include <map>\n"
           "dev/d.cu:1: std::max_element needs #include <algorithm>\n"
           "test/e.cu:1: std::lower_bound needs #include <algorithm>\n");
     std::ofstream(tree / "Makefile", std::ios::app) << "PCH_std := map queue\n";
-    CHECK_THAT(python(tree / "dev/includes.py").err, ContainsSubstring("headers have queue, of which NAMES lacks"));
+    CHECK_THAT(run_python(tree / "dev/includes.py").err, ContainsSubstring("headers have queue, of which NAMES lacks"));
 }
 
 TEST_CASE("make: other flags compile everything again, and a new test does not", "[program][sources]") {
@@ -126,7 +120,7 @@ TEST_CASE("make: other flags compile everything again, and a new test does not",
 
 TEST_CASE("no function of the product is longer than a screen", "[program][sources]") {
     if (!python_is_here()) SKIP_TEST("needs Python; LLM_PYTHON names it");
-    const Outcome outcome = python("dev/long_functions.py");
+    const Outcome outcome = run_python("dev/long_functions.py");
     INFO(outcome.out << outcome.err);
     CHECK(outcome.status == 0);
 }
@@ -172,7 +166,7 @@ TEST_CASE("long functions: found in code, not in comments, strings or classes", 
                                    << lines(59) << "}\n__global__ void kernel(int a) {\n"
                                    << lines(78) << "}\ntemplate <class T>\n__device__ void long_kernel(T a) {\n"
                                    << lines(78) << "}\n";
-    const Outcome outcome = python(concat("dev/long_functions.py ", folder / "a.cu"));
+    const Outcome outcome = run_python(concat("dev/long_functions.py ", folder / "a.cu"));
     CHECK(outcome.status == 1);
     CHECK(outcome.err == "");
     CHECK(outcome.out == concat(folder / "a.cu", ":274: long_kernel has 81 lines; at most 80\n", folder / "a.cu",
@@ -192,10 +186,10 @@ TEST_CASE("spills.py names kernels that spill registers or have arrays in memory
     std::ofstream(folder / "layers/fp8.ptxas") << report("_Z5castsv", 320, 0);  // no GPU of sm_80 runs them
     std::ofstream(folder / "dev/slow.ptxas") << report("_Z4slowv", 64, 64);     // ladders show slow kernels, too
     const std::string spills = concat("dev/spills.py ", folder.path);
-    CHECK(python(spills).out == "spills: 2 kernels on sm_80: none spills\n");
+    CHECK(run_python(spills).out == "spills: 2 kernels on sm_80: none spills\n");
     std::ofstream(folder / "layers/b.ptxas") << report("_Z3twov", 16, 16) << report("_Z5threev", 64, 0)
                                              << "ptxas info    : (C7510) Potential Performance Loss: wgmma\n";
-    const Outcome outcome = python(spills);
+    const Outcome outcome = run_python(spills);
     CHECK(outcome.status == 1);
     CHECK(outcome.out ==
           "layers/b.cu: two on sm_80: 16 bytes of registers are spilled, and 8 loaded again\n"
