@@ -78,6 +78,21 @@ inline std::string printed_by(const std::string& name, const std::string& argume
     return outcome.out;
 }
 
+// The number that follows `before` in a text.
+inline double number_after(const std::string& text, const std::string& before) {
+    const size_t at = text.find(before);
+    INFO(text << "\nlooking for: " << before);
+    REQUIRE(at != std::string::npos);
+    return std::strtod(text.c_str() + at + before.size(), nullptr);
+}
+
+// How often a text has `what`.
+inline size_t count(const std::string& text, const std::string& what) {
+    size_t n = 0;
+    for (size_t at = text.find(what); at != std::string::npos; at = text.find(what, at + 1)) ++n;
+    return n;
+}
+
 // The same tensors, with NaN for every number, and without checksums.
 inline void fill_with_nan(const std::string& path) {
     const SafetensorsReader file(path);

@@ -605,16 +605,9 @@ TEST_CASE("a loss that is not finite is found in one sequence, whatever rank has
 TEST_CASE("--plan of 32k tokens: 8 ranks of --cp keep an eighth of the activations",
           "[program][ranks][context_parallel]") {
     const auto plan = [](const std::string& flags) {
-        const Outcome outcome = run_program("train_gpt",
-                                            "--plan --model llama-8b --dtype bf16 --batch 1 --seq 32768 "
-                                            "--device-spec h100 " +
-                                                flags);
-        INFO(outcome.err);
-        REQUIRE(outcome.status == 0);
-        const std::string line = "\n  activations and scratch";
-        const size_t at = outcome.out.find(line);
-        REQUIRE(at != std::string::npos);
-        return std::strtod(outcome.out.c_str() + at + line.size(), nullptr);
+        const std::string text = printed_by(
+            "train_gpt", "--plan --model llama-8b --dtype bf16 --batch 1 --seq 32768 --device-spec h100 " + flags);
+        return number_after(text, "\n  activations and scratch");
     };
     const double one = plan("");
     for (const std::string& mode : {std::string(), kUlysses})

@@ -412,10 +412,7 @@ TEST_CASE("generate holds a conversation, plans, and tells a perplexity", "[gene
     // The model has seen this text for a few steps: better than the 256 of a model that knows nothing.
     spit(folder / "text", made_text(40));
     const auto perplexity = [&](const std::string& flags) {
-        const Outcome outcome = generate("--eval " + (folder / "text") + " " + flags);
-        const size_t at = outcome.out.find("perplexity ");
-        REQUIRE(at != std::string::npos);
-        return std::strtod(outcome.out.c_str() + at + 11, nullptr);
+        return number_after(generate("--eval " + (folder / "text") + " " + flags).out, "perplexity ");
     };
     const double exact = perplexity("");
     CHECK(exact < 256);

@@ -18,12 +18,6 @@ Outcome run_script(const std::string& script, const std::string& variables, cons
     return run_shell(concat("env -u MAKEFLAGS OMP_NUM_THREADS=1 ", variables, " dev/", script, " ", shell_word(build)));
 }
 
-size_t count(const std::string& text, const std::string& what) {
-    size_t n = 0;
-    for (size_t at = text.find(what); at != std::string::npos; at = text.find(what, at + 1)) ++n;
-    return n;
-}
-
 bool is_png(const std::string& path) { return std::filesystem::exists(path) && slurp(path).substr(1, 3) == "PNG"; }
 
 bool torch_is_here() {

@@ -38,11 +38,7 @@ TEST_CASE("every rung of every ladder agrees with float64, bit for bit in any or
 }
 
 TEST_CASE("a ladder's table has a row for every rung, or for the one that was asked for", "[program][ladders]") {
-    const auto rows = [](const std::string& out) {
-        size_t n = 0;
-        for (size_t at = out.find("\n| "); at != std::string::npos; at = out.find("\n| ", at + 1)) ++n;
-        return n - 1;  // without the head
-    };
+    const auto rows = [](const std::string& out) { return count(out, "\n| ") - 1; };  // without the head
     const Outcome all = run_program("dev/softmax", "--size 5x36");
     INFO(all.out << all.err);
     CHECK(all.status == 0);

@@ -358,9 +358,7 @@ TEST_CASE("transformers gives the same logits for what we save", "[model][export
         SKIP_TEST("no Python with torch and transformers (set LLM_PYTHON)");
     INFO(outcome.out << outcome.err);
     CHECK(outcome.status == 0);
-    size_t n_ok = 0;
-    for (size_t at = 0; (at = outcome.out.find("check_export: ok", at)) != std::string::npos; ++at) ++n_ok;
-    CHECK(n_ok == hugging_face_models().size() - 1);  // all but MFA
+    CHECK(count(outcome.out, "check_export: ok") == hugging_face_models().size() - 1);  // all but MFA
 }
 
 TEST_CASE("micro-batches of 2 add up to a batch of 8", "[model]") {

@@ -21,14 +21,6 @@ std::string checkpoint(const std::string& run, int64_t step) {
     return run + name;
 }
 
-// The number that follows `before` in a text.
-double number_after(const std::string& text, const std::string& before) {
-    const size_t at = text.find(before);
-    INFO(text << "\nlooking for: " << before);
-    REQUIRE(at != std::string::npos);
-    return std::strtod(text.c_str() + at + before.size(), nullptr);
-}
-
 }  // namespace
 
 TEST_CASE("an overflow skips its step, halves the scale, and changes nothing else", "[program][precision]") {

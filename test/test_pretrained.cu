@@ -260,7 +260,5 @@ TEST_CASE("transformers reads checkpoints whole: tokenizer, model, generate()", 
     if (outcome.status == 77) SKIP_TEST("no Python with torch and transformers (set LLM_PYTHON)");
     INFO(outcome.out << outcome.err);
     CHECK(outcome.status == 0);
-    size_t n_ok = 0;
-    for (size_t at = 0; (at = outcome.out.find("check_folder: ok", at)) != std::string::npos; ++at) ++n_ok;
-    CHECK(n_ok == flags.size());
+    CHECK(count(outcome.out, "check_folder: ok") == flags.size());
 }

@@ -444,8 +444,7 @@ TEST_CASE("ranks that share a device are refused what together is more than it h
                       " --seq 8 --batch 2 --sample 0 --out ", folder / "run", " --ranks 2");
     };
     const auto planned = [&](int64_t width) {
-        const std::string plan = printed_by("train_gpt", command(width) + " --plan");
-        return std::stod(plan.substr(plan.find("\n  total ") + 9));
+        return number_after(printed_by("train_gpt", command(width) + " --plan"), "\n  total ");
     };
     const int64_t unit = 65536;
     const double bytes_of_unit = planned(2 * unit) - planned(unit);

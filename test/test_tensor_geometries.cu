@@ -273,7 +273,7 @@ TEST_CASE("--plan has the published costs of 1D, 2D, 2.5D and 3D", "[program][ra
                                             "--plan --model llama-8b --dtype bf16 --batch 16 --seq 8192 "
                                             "--device-spec h100 " +
                                                 flags);
-        return std::stod(plan.substr(plan.find(words) + words.size()));
+        return number_after(plan, words);
     };
     const double whole = after(" tokens, ", "--recompute full");  // TFLOP
     for (const auto& [P, mode] : {std::pair{4, "1d"}, {16, "2d"}, {32, "2.5d --tp-depth 2"}, {64, "3d"}}) {

@@ -458,15 +458,11 @@ TEST_CASE("--tp refuses in one line what it cannot divide", "[program][ranks][te
 
 TEST_CASE("--plan tells what one rank of many holds, without them", "[program][ranks][tensor_parallel]") {
     const auto plan = [](const std::string& flags, const std::string& line) {
-        const Outcome outcome = run_program("train_gpt",
-                                            "--plan --model llama-8b --dtype bf16 --batch 8 --micro-batch 1 "
-                                            "--seq 4096 --device-spec h100 " +
-                                                flags);
-        INFO(outcome.err);
-        REQUIRE(outcome.status == 0);
-        const size_t at = outcome.out.find(line);
-        REQUIRE(at != std::string::npos);
-        return std::strtod(outcome.out.c_str() + at + line.size(), nullptr);
+        return number_after(printed_by("train_gpt",
+                                       "--plan --model llama-8b --dtype bf16 --batch 8 --micro-batch 1 --seq 4096 "
+                                       "--device-spec h100 " +
+                                           flags),
+                            line);
     };
     // Weights, gradients and states of a rank are an eighth; what it keeps of each token is so but for the residual
     // stream and the norms, and with --sp all of it (Korthikanti et al. 2022, arXiv:2205.05198, table 2).

@@ -307,7 +307,7 @@ TEST_CASE("a disk without room for the checkpoints is found at the start", "[pro
         int64_t bytes = 0;
         for (const auto& file : std::filesystem::directory_iterator(newest_checkpoint(folder / "b")))
             bytes += static_cast<int64_t>(file.file_size());
-        const double said_mib = std::stod(said.substr(said.find("at once of ") + 11));
+        const double said_mib = number_after(said, "at once of ");
         CHECK(said_mib == Approx(static_cast<double>(bytes) / 0x1p20).epsilon(0.02));  // headers and JSON take a little
         std::filesystem::remove_all(folder / "b");
     }
@@ -425,11 +425,6 @@ TEST_CASE("--keep-best: where the best step cannot be saved, the best of the oth
 
 TEST_CASE("progress is a line every --log-every steps, and one that changes in a terminal", "[program][train_gpt]") {
     const TempFolder folder;
-    const auto count = [](const std::string& text, const std::string& what) {
-        int64_t n = 0;
-        for (size_t at = text.find(what); at != std::string::npos; at = text.find(what, at + 1)) ++n;
-        return n;
-    };
     // Steps 8, 16, the one with a validation loss, 10, and the last, 19.
     const std::string some = train("--log-every 8 --stop-after 19 --out " + (folder / "a")).out;
     CHECK(count(some, "\nstep ") == 4);
