@@ -40,6 +40,14 @@ inline Outcome run_shell(const std::string& command) {
     return {WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), slurp(out), slurp(err)};
 }
 
+// The one line of an error, without its newline.
+inline std::string line_of(const Outcome& outcome) {
+    INFO(outcome.err);
+    CHECK(outcome.status == 2);
+    CHECK(outcome.err.ends_with('\n'));
+    return outcome.err.substr(0, outcome.err.rfind('\n'));
+}
+
 // The Python that runs scripts: LLM_PYTHON names one that has the packages they need.
 inline std::string python_name() {
     const char* set = std::getenv("LLM_PYTHON");

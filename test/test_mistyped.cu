@@ -126,9 +126,7 @@ TEST_CASE("40 mistyped command lines, each with the message that helps", "[progr
         CHECK(outcome.out == "");
         CHECK(folder.listing() == "");
         CHECK(outcome.err.rfind("train_gpt: ", 0) == 0);
-        for (const std::string& words : line.says)
-            CHECK(one_line_with(outcome.err.substr(0, outcome.err.size() - std::min<size_t>(1, outcome.err.size())),
-                                words));
+        for (const std::string& words : line.says) CHECK(one_line_with(line_of(outcome), words));
     }
 }
 

@@ -34,12 +34,6 @@ inline Outcome with_background(const TempFolder& folder, const std::string& comm
                             folder / "out", " 2> ", folder / "err", " & pid=$!; ", script));
 }
 
-// The one line of an error, without its newline.
-inline std::string line_of(const Outcome& outcome) {
-    CHECK(outcome.status == 2);
-    return outcome.err.substr(0, outcome.err.find_last_not_of('\n') + 1);
-}
-
 inline std::string newest_checkpoint(const std::string& run) {
     const auto found = latest_checkpoint(run);
     REQUIRE(found.has_value());
