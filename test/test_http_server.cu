@@ -2,6 +2,7 @@
 // thread of the engine without connections.
 #include "engine.h"
 #include "inference/server.h"
+#include "temp_folder.h"
 #include "test.h"
 
 #include <arpa/inet.h>
@@ -222,13 +223,7 @@ TEST_CASE("who waits for the engine's thread is told why there is no answer", "[
         std::atomic<bool> ending = false;
         EngineLoop loop(requests, server, metrics, ending);
         std::string thrown;
-        std::thread thread([&] {
-            try {
-                loop.run();
-            } catch (const Error& error) {
-                thrown = error.what();
-            }
-        });
+        std::thread thread([&] { thrown = error_of([&] { loop.run(); }); });
         TextRequest request;
         request.prompt = {1, 2, 3}, request.max_tokens = 5, request.n = 2;
         ask(loop, request);

@@ -12,6 +12,7 @@
 #include "optim/adam.h"
 #include "optim/elementwise.cuh"
 #include "reference.h"
+#include "temp_folder.h"
 
 // CHECK((a == b)), in two pairs of brackets, compares without printing thousands of elements.
 
@@ -694,12 +695,7 @@ TEST_CASE("the formats of weights and gradients that do not go together", "[opti
         INFO(name);
         OwnOptimizer optimizer(name, layout);
         const auto error = [&](const Weights& weights, const Tensor& grads) {
-            try {
-                optimizer->step(weights, grads, norm_scale, 1e-3, 1, device().stream);
-            } catch (const Error& error) {
-                return std::string(error.what());
-            }
-            return std::string();
+            return error_of([&] { optimizer->step(weights, grads, norm_scale, 1e-3, 1, device().stream); });
         };
         CHECK(error({f32, bf16}, bf16).empty());
         CHECK_THAT(error({f32}, bf16), ContainsSubstring("f32 values do not go with gradients in bf16: use f32"));
@@ -811,12 +807,7 @@ TEST_CASE("optimizers by name: an unknown one, an empty one, bad arguments", "[o
     const Layout layout = odd_layout();
     Arena arena("optimizer");
     const auto error_of_name = [&](const std::string& name) {
-        try {
-            make_optimizer(name, arena, layout.params, layout.n, {});
-        } catch (const Error& error) {
-            return std::string(error.what());
-        }
-        return std::string();
+        return error_of([&] { make_optimizer(name, arena, layout.params, layout.n, {}); });
     };
     CHECK_THAT(error_of_name("adam16"),
                ContainsSubstring("unknown optimizer 'adam16': use one of sgd, momentum, nesterov"));

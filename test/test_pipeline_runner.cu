@@ -3,6 +3,7 @@
 #include "core/kernel.cuh"
 #include "pipeline_toy.h"
 #include "ranks.h"
+#include "temp_folder.h"
 #include "test.h"
 
 #include <algorithm>
@@ -177,18 +178,16 @@ Ran run(const PipelineSchedule& schedule, int rounds = 1, const Times* times = n
     std::mutex mutex;
     run_ranks(threads(schedule.p), [&](Comm& world) {
         ToyRank its(world, schedule);
-        PipelineRunner& runner = its.runner;
-        std::optional<Toy>& toy = its.toy;
-        toy->times = times;
+        its.toy->times = times;
         world.barrier(device().stream);
         const int64_t before = world.traffic().sent;
-        for (int round = 0; round < rounds; ++round) runner.run(schedule, *toy, device().stream);
+        for (int round = 0; round < rounds; ++round) its.runner.run(schedule, *its.toy, device().stream);
         cudaCheck(cudaDeviceSynchronize());
         const std::lock_guard lock(mutex);
         const size_t rank = static_cast<size_t>(world.rank);
         ran.sent[rank] = world.traffic().sent - before;
-        toy->read(ran.sums, world.rank);
-        ran.spans[rank] = toy->spans;
+        its.toy->read(ran.sums, world.rank);
+        ran.spans[rank] = its.toy->spans;
     });
     return ran;
 }
@@ -269,11 +268,7 @@ TEST_CASE("real ranks execute changed tables that are accepted", "[pipeline]") {
         for (int i = 0; i < n_changes / 12; ++i) {
             PipelineSchedule changed = table;
             mutation.apply(changed);
-            try {
-                check_schedule(changed);
-                accepted.push_back(changed);
-            } catch (const Error&) {
-            }
+            if (error_of([&] { check_schedule(changed); }).empty()) accepted.push_back(changed);
         }
         const Sums sums = expected(table, 1);
         std::vector<Sums> ran(accepted.size());
@@ -311,18 +306,16 @@ TEST_CASE("a table is begun again: what was done of it leaves nothing behind", "
     Sums ran;
     run_ranks(threads(3), [&](Comm& world) {
         ToyRank its(world, table);
-        PipelineRunner& runner = its.runner;
-        std::optional<Toy>& toy = its.toy;
-        runner.begin(table);
+        its.runner.begin(table);
         const size_t own = until[static_cast<size_t>(world.rank)];
         for (int again = 0; again < 2; ++again) {
-            runner.advance(own, *toy, device().stream);
-            runner.begin_again(until, device().stream);
+            its.runner.advance(own, *its.toy, device().stream);
+            its.runner.begin_again(until, device().stream);
         }
-        runner.advance(table.ranks[static_cast<size_t>(world.rank)].size(), *toy, device().stream);
+        its.runner.advance(table.ranks[static_cast<size_t>(world.rank)].size(), *its.toy, device().stream);
         cudaCheck(cudaDeviceSynchronize());
         const std::lock_guard lock(mutex);
-        toy->read(ran, world.rank);
+        its.toy->read(ran, world.rank);
     });
     CHECK(ran == expected(table, 1));
 }
@@ -344,18 +337,13 @@ TEST_CASE("a rank that fails in the middle of a table ends the others", "[pipeli
         Toy& toy_;
         const bool fails_;
     };
-    std::string reason;
-    try {
+    const auto run = [&] {
         run_ranks(threads(4), [&](Comm& world) {
             ToyRank its(world, table);
-            PipelineRunner& runner = its.runner;
-            std::optional<Toy>& toy = its.toy;
-            Failing work(*toy, world.rank == 2);
-            runner.run(table, work, device().stream);
+            Failing work(*its.toy, world.rank == 2);
+            its.runner.run(table, work, device().stream);
             cudaCheck(cudaDeviceSynchronize());
         });
-    } catch (const Error& error) {
-        reason = error.what();
-    }
-    CHECK(reason == "rank 2: no more");
+    };
+    CHECK(error_of(run) == "rank 2: no more");
 }

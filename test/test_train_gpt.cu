@@ -411,13 +411,10 @@ TEST_CASE("a full disk loses nothing that was saved", "[program][train_gpt]") {
 
 TEST_CASE("a run whose lock cannot be written leaves no folder", "[train_gpt]") {
     const TempFolder folder;
-    std::string fault;
-    try {
+    const std::string fault = error_of([&] {
         const FileSizeLimit no_byte(0);
         RunFolder run(folder / "group/run");
-    } catch (const Error& error) {
-        fault = error.what();
-    }
+    });
     CHECK(one_line_with(fault, "group/run/lock", "free some space"));
     CHECK(!is_there(folder / "group"));
     const std::filesystem::path here = std::filesystem::current_path();
