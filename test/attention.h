@@ -8,6 +8,8 @@
 #include <array>
 #include <cmath>
 #include <memory>
+#include <numeric>
+#include <utility>
 
 namespace {
 
@@ -227,6 +229,22 @@ double longest(const std::vector<double>& rows, int64_t n) {
         most = std::max(most, square);
     }
     return std::sqrt(most);
+}
+
+// CHECKs the gradients of q, k and v against finite differences of the loops in float64, whose own error is step^2 =
+// 1e-10 times third derivatives of some tens, and of rounding 1e-15 * 10 / 1e-5.
+void check_differences(const Case& c, const Values& in, const Result& result, double margin) {
+    for (const auto& [input, gradient] :
+         {std::pair{&Values::q, &Result::dq}, std::pair{&Values::k, &Result::dk}, std::pair{&Values::v, &Result::dv}}) {
+        const auto loss = [&, input = input](const std::vector<double>& x) {
+            Values changed = in;
+            changed.*input = x;
+            const std::vector<double> y = attention<double>(c, changed, DType::f32).out;
+            return std::inner_product(y.begin(), y.end(), in.dout.begin(), 0.0);
+        };
+        for (const auto& [i, derivative] : finite_differences(loss, in.*input, 1e-5, 32))
+            CHECK((result.*gradient)[i] == Approx(derivative).epsilon(1e-5).margin(margin));
+    }
 }
 
 // What the plain computation in the same precision makes of a case: its largest error in each result. With a handful of

@@ -325,22 +325,8 @@ TEST_CASE("the gradients of ring and ulysses attention are those of finite diffe
     const Case c{1, 12, 4, 2, 3, 2, true, 7, {5, 7}, 0};
     const Values in = random_inputs(c, DType::f32, 77);
     for (const ContextMode mode : {ContextMode::ring, ContextMode::ulysses}) {
-        const Result result = run_ranks_on(c, DType::f32, in, {2, mode});
-        for (int which = 0; which < 3; ++which) {
-            const auto loss = [&](const std::vector<double>& x) {
-                Values changed = in;
-                (which == 0 ? changed.q : which == 1 ? changed.k : changed.v) = x;
-                const auto y = attention<double>(c, changed, DType::f32).out;
-                double total = 0;
-                for (size_t i = 0; i < y.size(); ++i) total += in.dout[i] * y[i];
-                return total;
-            };
-            const auto& gradient = which == 0 ? result.dq : which == 1 ? result.dk : result.dv;
-            const auto& at = which == 0 ? in.q : which == 1 ? in.k : in.v;
-            // float32: some tens of roundings of numbers up to 10
-            for (const auto& [i, derivative] : finite_differences(loss, at, 1e-5, 24))
-                CHECK(gradient[i] == Approx(derivative).epsilon(1e-5).margin(2e-5));
-        }
+        // float32: some tens of roundings of numbers up to 10
+        check_differences(c, in, run_ranks_on(c, DType::f32, in, {2, mode}), 2e-5);
     }
 }
 

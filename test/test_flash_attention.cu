@@ -124,25 +124,7 @@ std::vector<Case> grid() {
 TEST_CASE("flash attention: the reference's gradient is that of the reference", "[flash]") {
     for (const Case& c : {Case{1, 5, 4, 2, 3, 2, true, 0, {}, 0}, Case{2, 6, 2, 1, 2, 3, false, 3, {2, 4}, 0}}) {
         const Values in = random_inputs(c, DType::f32, 3);
-        const Result result = attention<double>(c, in, DType::f32);
-        for (int which = 0; which < 3; ++which) {
-            const auto loss = [&](const std::vector<double>& x) {
-                Values changed = in;
-                (which == 0 ? changed.q : which == 1 ? changed.k : changed.v) = x;
-                const auto y = attention<double>(c, changed, DType::f32).out;
-                double total = 0;
-                for (size_t i = 0; i < y.size(); ++i) total += in.dout[i] * y[i];
-                return total;
-            };
-            const auto& gradient = which == 0 ? result.dq : which == 1 ? result.dk : result.dv;
-            // step^2 = 1e-10 times third derivatives of some tens; rounding 1e-15 * 10 / 1e-5
-            for (const auto& [i, derivative] : finite_differences(loss,
-                                                                  which == 0   ? in.q
-                                                                  : which == 1 ? in.k
-                                                                               : in.v,
-                                                                  1e-5, 32))
-                CHECK(gradient[i] == Approx(derivative).margin(1e-7));
-        }
+        check_differences(c, in, attention<double>(c, in, DType::f32), 1e-7);
     }
 }
 
