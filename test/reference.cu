@@ -58,6 +58,22 @@ std::vector<double> rounded(const std::vector<double>& values, DType dtype) {
     return out;
 }
 
+std::vector<double> transposed(const std::vector<double>& x, int64_t rows, int64_t cols) {
+    std::vector<double> y(x.size());
+    for (int64_t i = 0; i < rows; ++i)
+        for (int64_t j = 0; j < cols; ++j) y[static_cast<size_t>(j * rows + i)] = x[static_cast<size_t>(i * cols + j)];
+    return y;
+}
+
+namespace {
+double gelu_tanh(double x) { return std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)); }
+}  // namespace
+double gelu(double x) { return 0.5 * x * (1 + gelu_tanh(x)); }
+double gelu_derivative(double x) {
+    const double t = gelu_tanh(x);
+    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * std::sqrt(2 / M_PI) * (1 + 3 * 0.044715 * x * x);
+}
+
 double largest(const std::vector<double>& values) {
     double most = 0;
     for (double x : values) most = std::max(most, std::abs(x));

@@ -45,6 +45,11 @@ double unit_roundoff(DType dtype);
 inline double sum_error(int64_t n) { return (8 + 2 * std::sqrt(static_cast<double>(n))) * 0x1p-24; }
 // The larger of the two, and NaN if one of them is, which std::max forgets: for the largest of many errors.
 inline double larger(double a, double b) { return a >= b || std::isnan(a) ? a : b; }
+// x (rows, cols) as (cols, rows).
+std::vector<double> transposed(const std::vector<double>& x, int64_t rows, int64_t cols);
+// GELU by the tanh formula.
+double gelu(double x);
+double gelu_derivative(double x);
 // max |x|: absolute tolerances are multiples of it.
 double largest(const std::vector<double>& values);
 inline const DType kFloatDTypes[] = {DType::f32, DType::bf16, DType::f16};

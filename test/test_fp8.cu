@@ -67,13 +67,6 @@ double finite_amax(const Values& x) {
     return most;
 }
 
-Values transposed(const Values& x, int64_t rows, int64_t cols) {
-    Values t(x.size());
-    for (int64_t i = 0; i < rows; ++i)
-        for (int64_t j = 0; j < cols; ++j) t[static_cast<size_t>(j * rows + i)] = x[static_cast<size_t>(i * cols + j)];
-    return t;
-}
-
 // x (rows, K) in blocks of block_rows x 128 (0: all of it is one): codes, what they stand for, and the factors 1/s,
 // (block rows, block columns).
 struct Quantised {

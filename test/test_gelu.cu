@@ -7,12 +7,6 @@
 namespace {
 
 const double kRoot = std::sqrt(2 / M_PI);
-double gelu(double x) { return 0.5 * x * (1 + std::tanh(kRoot * (x + 0.044715 * x * x * x))); }
-double gelu_derivative(double x) {
-    const double u = kRoot * (x + 0.044715 * x * x * x), th = std::tanh(u);
-    return 0.5 * (1 + th) + 0.5 * x * (1 - th * th) * kRoot * (1 + 3 * 0.044715 * x * x);
-}
-
 constexpr double kUnit = 0x1p-24;           // float32's unit roundoff: the arithmetic is float32 for every dtype
 constexpr double kHalfSubnormal = 0x1p-25;  // half of f16's smallest step: what rounding costs below its normal numbers
 

@@ -19,13 +19,6 @@ struct Size {
 const Size kSizes[] = {{1, 8, 8}, {128, 256, 64}, {130, 264, 72}, {300, 520, 328}, {70, 2056, 136}};
 const DType kHalfDTypes[] = {DType::bf16, DType::f16};
 
-Values transposed(const Values& x, int64_t rows, int64_t cols) {
-    Values y(x.size());
-    for (int64_t i = 0; i < rows; ++i)
-        for (int64_t j = 0; j < cols; ++j) y[static_cast<size_t>(j * rows + i)] = x[static_cast<size_t>(i * cols + j)];
-    return y;
-}
-
 // a (M, K) b (K, N).
 Values product(const Values& a, const Values& b, const Size& s) {
     Values out(static_cast<size_t>(s.M * s.N));
@@ -58,12 +51,6 @@ struct Operands {
 
 std::string name(const char* what, const Size& s, DType dtype) {
     return concat(what, ", ", dtype_name(dtype), " ", s.M, " x ", s.N, " x ", s.K);
-}
-
-double gelu_of(double x) { return 0.5 * x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x))); }
-double gelu_slope(double x) {
-    const double h = 1e-5;
-    return (gelu_of(x + h) - gelu_of(x - h)) / (2 * h);  // its error, h^2, is far below float32's
 }
 
 }  // namespace
@@ -124,7 +111,7 @@ TEST_CASE("hopper matmul: GELU of a product", "[hopper_matmul][shapes][hopper][m
                 check_close(before.values(), expected, u, x.error + 0x1p-22, name("before gelu", s, dtype));
                 // gelu of the rounded numbers; below 2^-14 fp16 has fewer digits
                 Values y = before.values();
-                for (double& v : y) v = gelu_of(v);
+                for (double& v : y) v = gelu(v);
                 check_close(out.values(), y, u + 0x1p-20, 0x1p-24, name("gelu", s, dtype));
             }
 }
@@ -138,7 +125,7 @@ TEST_CASE("hopper matmul: a product with GELU's derivative", "[hopper_matmul][sh
             Buffer out(dtype, {s.M, s.N}), inp(dtype, {s.M, s.N}, at);
             hopper_matmul(out, x.a, x.b, {.gelu_input = inp}, device().stream);
             Values expected = x.expected;
-            for (size_t i = 0; i < expected.size(); ++i) expected[i] *= gelu_slope(at[i]);
+            for (size_t i = 0; i < expected.size(); ++i) expected[i] *= gelu_derivative(at[i]);
             // Two roundings; the derivative has an absolute error of 36 2^-23 and is at most 1.13.
             const double u = unit_roundoff(dtype);
             check_close(out.values(), expected, 2 * u + u * u,

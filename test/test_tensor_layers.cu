@@ -130,7 +130,7 @@ struct Reference {
         if (c.family == Family::gpt2) {
             Matrix act = linear(x, p, m + "c_fc");
             for (std::vector<double>& row : act)
-                for (double& u : row) u = 0.5 * u * (1 + std::tanh(std::sqrt(2 / M_PI) * (u + 0.044715 * u * u * u)));
+                for (double& u : row) u = gelu(u);
             return linear(act, p, m + "c_proj");
         }
         Matrix act = linear(x, p, m + "gate_proj");
