@@ -18,3 +18,12 @@ inline RankOptions by_nccl(int n) {
     options.comm = "nccl";
     return options;
 }
+
+// The CPU device's strict mode, where streams are asynchronous?
+inline bool strict() {
+#ifdef CUDA_ON_CPU
+    return cuda_cpu::strict;
+#else
+    return false;
+#endif
+}

@@ -21,14 +21,6 @@ std::string error_of(const RankOptions& options, const std::function<void(Comm&)
     return ::error_of([&] { run_ranks(options, f); });
 }
 
-bool strict() {
-#ifdef CUDA_ON_CPU
-    return cuda_cpu::strict;
-#else
-    return false;
-#endif
-}
-
 double seconds(const std::function<void()>& f) {
     const double start = seconds_now();
     f();

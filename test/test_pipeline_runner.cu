@@ -192,14 +192,6 @@ Ran run(const PipelineSchedule& schedule, int rounds = 1, const Times* times = n
     return ran;
 }
 
-bool strict() {
-#ifdef CUDA_ON_CPU
-    return cuda_cpu::strict;
-#else
-    return false;
-#endif
-}
-
 PipelineSchedule small_schedule(const std::string& name, int p, bool vertical_sync = false) {
     const int m = name == "2bw" ? 3 * p : name == "dualpipe" ? 2 * p : 2 * p + 1;
     ScheduleOptions options;

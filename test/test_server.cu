@@ -169,10 +169,7 @@ std::vector<json> events(const Reply& reply) {
 // A number of /metrics.
 double metric(const Server& server, const std::string& name) {
     const std::string text = ask(server, http("GET", "/metrics")).body;
-    const size_t at = text.find("\n" + name + " ");
-    INFO(text);
-    REQUIRE(at != std::string::npos);
-    return std::stod(text.substr(at + name.size() + 2));
+    return number_after(text, "\n" + name + " ");
 }
 bool becomes(const Server& server, const std::string& name, double value) {
     for (int i = 0; i < 500; ++i, pause_ms(10))
