@@ -113,7 +113,10 @@ struct Matrices {
         REQUIRE(cublasLtMatrixLayoutSetAttribute(layout, name, &value, sizeof value) == CUBLAS_STATUS_SUCCESS);
     }
     void upload() { REQUIRE(cudaMemcpy(device, host.data(), host.size(), cudaMemcpyHostToDevice) == cudaSuccess); }
-    void download() { REQUIRE(cudaMemcpy(host.data(), device, host.size(), cudaMemcpyDeviceToHost) == cudaSuccess); }
+    void download() {  // when everything has been computed
+        REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
+        REQUIRE(cudaMemcpy(host.data(), device, host.size(), cudaMemcpyDeviceToHost) == cudaSuccess);
+    }
     size_t offset(int b, int64_t i, int64_t j) const {
         return size_t((b * stride + (order == CUBLASLT_ORDER_COL ? i + j * ld : i * ld + j)) * type.bytes);
     }
@@ -148,6 +151,13 @@ cublasLtHandle_t handle() {
         return created;
     }();
     return the_handle;
+}
+
+// D = alpha op(A) op(B) + beta C
+cublasStatus_t multiply(const Operation& operation, float alpha, const Matrices& A, const Matrices& B, float beta,
+                        const Matrices& C, const Matrices& D) {
+    return cublasLtMatmul(handle(), operation.description, &alpha, A.device, A.layout, B.device, B.layout, &beta,
+                          C.device, C.layout, D.device, D.layout, nullptr, nullptr, 0, nullptr);
 }
 
 struct Case {
@@ -229,15 +239,12 @@ void check(const Case& c, bool required = false) {
         if (!of_nvidia()) operation.attribute(CUBLASLT_MATMUL_DESC_C_SCALE_POINTER, scales + 4);
         if (finds_amax) operation.attribute(CUBLASLT_MATMUL_DESC_AMAX_D_POINTER, scales + 3);
     }
-    const cublasStatus_t status =
-        cublasLtMatmul(handle(), operation.description, &c.alpha, A.device, A.layout, B.device, B.layout, &c.beta,
-                       c.in_place ? D.device : C.device, C.layout, D.device, D.layout, nullptr, nullptr, 0, nullptr);
+    const cublasStatus_t status = multiply(operation, c.alpha, A, B, c.beta, c.in_place ? D : C, D);
     if (of_nvidia() && !required && status == CUBLAS_STATUS_NOT_SUPPORTED) {
         cudaFree(scales);
         return;
     }
     REQUIRE(std::string(cublasLtGetStatusName(status)) == "CUBLAS_STATUS_SUCCESS");
-    REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
     D.download(), bias.download(), aux.download();
     C.host = c_before;
 
@@ -353,15 +360,7 @@ void use_scales(Operation& operation, const BlockScales& a, const BlockScales& b
     operation.attribute(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, b.device);
 }
 
-#ifndef CUDA_ON_CPU
-bool has_block_scaled_fp8() {  // Hopper
-    int major = 0;
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0);
-    return major == 9;
-}
-#else
-bool has_block_scaled_fp8() { return true; }
-#endif
+bool has_block_scaled_fp8() { return device().is_cpu || device().capability / 10 == 9; }  // Hopper
 #endif
 
 }  // namespace
@@ -433,7 +432,6 @@ TEST_CASE("cublasLt: fp8 with scales for blocks", "[cublaslt][shapes]") {
                 Matrices A(e4m3, k, m, true, 1, false, col, 16), B(e5m2_b ? e5m2 : e4m3, k, n, true, 1, false, col, 16);
                 Matrices D(out, m, n, true), bias(out, m, 1, true);
                 if (beta == 0) std::fill(D.host.begin(), D.host.end(), char(0xff)), D.upload();  // NaN
-                const Matrices& C = D;                                                           // in place
                 const std::vector<char> before = D.host;
                 BlockScales a(a_mode, m, k), b(b_mode, n, k);
                 Operation operation;
@@ -442,11 +440,8 @@ TEST_CASE("cublasLt: fp8 with scales for blocks", "[cublaslt][shapes]") {
                     operation.attribute(CUBLASLT_MATMUL_DESC_EPILOGUE, uint32_t(CUBLASLT_EPILOGUE_BIAS));
                     operation.attribute(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias.device);
                 }
-                const cublasStatus_t status =
-                    cublasLtMatmul(handle(), operation.description, &alpha, A.device, A.layout, B.device, B.layout,
-                                   &beta, C.device, C.layout, D.device, D.layout, nullptr, nullptr, 0, nullptr);
+                const cublasStatus_t status = multiply(operation, alpha, A, B, beta, D, D);
                 REQUIRE(std::string(cublasLtGetStatusName(status)) == "CUBLAS_STATUS_SUCCESS");
-                REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
                 D.download();
                 int64_t wrong = 0;
                 for (int64_t i = 0; i < m; ++i)
@@ -456,7 +451,7 @@ TEST_CASE("cublasLt: fp8 with scales for blocks", "[cublaslt][shapes]") {
                             const double term = alpha * a.at(i, l) * b.at(j, l) * A.at(0, l, i) * B.at(0, l, j);
                             x += term, size += std::fabs(term);
                         }
-                        const double c = beta == 0 ? 0 : beta * load(out, &before[C.offset(0, i, j)]),
+                        const double c = beta == 0 ? 0 : beta * load(out, &before[D.offset(0, i, j)]),
                                      bias_i = biased ? bias.at(0, i, 0) : 0;
                         x += c + bias_i, size += std::fabs(c) + std::fabs(bias_i);
                         const double twice = of_nvidia() && (beta != 0 || biased) ? rounding(out, x - c - bias_i) : 0;
@@ -481,11 +476,7 @@ TEST_CASE("cublasLt: with alpha = 0 it does not matter what A and B hold", "[cub
         Operation operation;
         operation.attribute(CUBLASLT_MATMUL_DESC_TRANSA, int32_t(CUBLAS_OP_T));
         if (blocks) use_scales(operation, a, b);
-        const float alpha = 0, beta = 1;
-        REQUIRE(cublasLtMatmul(handle(), operation.description, &alpha, A.device, A.layout, B.device, B.layout, &beta,
-                               D.device, D.layout, D.device, D.layout, nullptr, nullptr, 0,
-                               nullptr) == CUBLAS_STATUS_SUCCESS);
-        REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
+        REQUIRE(multiply(operation, 0, A, B, 1, D, D) == CUBLAS_STATUS_SUCCESS);
         D.download();
         CHECK(std::memcmp(D.host.data(), before.data(), before.size()) == 0);
     }
@@ -499,34 +490,27 @@ TEST_CASE("cublasLt: block scales that do not fit are refused", "[cublaslt]") {
         B6(e4m3, 256, 6, true, 1, false, col, 16), D(bf16, 32, 12, false), D6(bf16, 32, 6, false),
         D8(e4m3, 32, 12, false);
     BlockScales a(kVector, 32, 256), b(kVector, 12, 256), a_square(kSquare, 32, 256), b_square(kSquare, 12, 256);
-    const float one = 1, zero = 0;
-    const auto multiply = [&](const Operation& operation, const Matrices& right, const Matrices& d, const Matrices& c) {
-        return cublasLtMatmul(handle(), operation.description, &one, A.device, A.layout, right.device, right.layout,
-                              &zero, c.device, c.layout, d.device, d.layout, nullptr, nullptr, 0, nullptr);
-    };
     Operation good, squares, one_sided, shifted, epilogue;
     use_scales(good, a, b), use_scales(squares, a_square, b_square), use_scales(one_sided, a, b);
-    CHECK(multiply(good, B, D, D) == CUBLAS_STATUS_SUCCESS);
-    CHECK(multiply(squares, B, D, D) != CUBLAS_STATUS_SUCCESS);  // 128 x 128 on both sides
+    CHECK(multiply(good, 1, A, B, 0, D, D) == CUBLAS_STATUS_SUCCESS);
+    CHECK(multiply(squares, 1, A, B, 0, D, D) != CUBLAS_STATUS_SUCCESS);  // 128 x 128 on both sides
     one_sided.attribute(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, int32_t(kScalar));
-    CHECK(multiply(one_sided, B, D, D) != CUBLAS_STATUS_SUCCESS);
-    CHECK(multiply(good, B6, D6, D6) != CUBLAS_STATUS_SUCCESS);  // n is not a multiple of 4
-    CHECK(multiply(good, B, D8, D) != CUBLAS_STATUS_SUCCESS);    // fp8 out
+    CHECK(multiply(one_sided, 1, A, B, 0, D, D) != CUBLAS_STATUS_SUCCESS);
+    CHECK(multiply(good, 1, A, B6, 0, D6, D6) != CUBLAS_STATUS_SUCCESS);  // n is not a multiple of 4
+    CHECK(multiply(good, 1, A, B, 0, D, D8) != CUBLAS_STATUS_SUCCESS);    // fp8 out
 #ifdef CUDA_ON_CPU
     use_scales(shifted, a, b);  // scales that are not on a 16-byte boundary: a GPU may fault
     shifted.attribute(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, a.device + 1);
-    CHECK(multiply(shifted, B, D, D) == CUBLAS_STATUS_NOT_SUPPORTED);
+    CHECK(multiply(shifted, 1, A, B, 0, D, D) == CUBLAS_STATUS_NOT_SUPPORTED);
     use_scales(epilogue, a, b);
     epilogue.attribute(CUBLASLT_MATMUL_DESC_EPILOGUE, uint32_t(CUBLASLT_EPILOGUE_GELU));
-    CHECK(multiply(epilogue, B, D, D) == CUBLAS_STATUS_NOT_SUPPORTED);
+    CHECK(multiply(epilogue, 1, A, B, 0, D, D) == CUBLAS_STATUS_NOT_SUPPORTED);
     Operation missing;
     use_scales(missing, a, b);
     missing.attribute(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, static_cast<float*>(nullptr));
-    CHECK(multiply(missing, B, D, D) == CUBLAS_STATUS_INVALID_VALUE);
+    CHECK(multiply(missing, 1, A, B, 0, D, D) == CUBLAS_STATUS_INVALID_VALUE);
     Matrices A16(bf16, 256, 32, true), B16(bf16, 256, 12, true);
-    CHECK(cublasLtMatmul(handle(), good.description, &one, A16.device, A16.layout, B16.device, B16.layout, &zero,
-                         D.device, D.layout, D.device, D.layout, nullptr, nullptr, 0,
-                         nullptr) == CUBLAS_STATUS_INVALID_VALUE);
+    CHECK(multiply(good, 1, A16, B16, 0, D, D) == CUBLAS_STATUS_INVALID_VALUE);
 #endif
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
 }
@@ -608,7 +592,6 @@ TEST_CASE("cublasLt: the same call gives the same bits", "[cublaslt]") {
             REQUIRE(cublasLtMatmul(handle(), operation.description, &one, A.device, A.layout, B.device, B.layout, &zero,
                                    nullptr, d->layout, d->device, d->layout, nullptr, nullptr, 0,
                                    nullptr) == CUBLAS_STATUS_SUCCESS);
-        REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
         D.download(), again.download();
         CHECK((D.host == again.host));  // the inner brackets: do not print the matrices
     }
@@ -631,10 +614,7 @@ TEST_CASE("cublasLt: an element's bits come from its row and column alone", "[cu
                 Operation operation;
                 operation.attribute(CUBLASLT_MATMUL_DESC_TRANSA, int32_t(transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N));
                 operation.attribute(CUBLASLT_MATMUL_DESC_TRANSB, int32_t(transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N));
-                REQUIRE(cublasLtMatmul(handle(), operation.description, &alpha, A.device, A.layout, B.device, B.layout,
-                                       &beta, D.device, D.layout, D.device, D.layout, nullptr, nullptr, 0,
-                                       nullptr) == CUBLAS_STATUS_SUCCESS);
-                REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
+                REQUIRE(multiply(operation, alpha, A, B, beta, D, D) == CUBLAS_STATUS_SUCCESS);
                 D.download();
                 int64_t wrong = 0;
                 for (int64_t i = 0; i < m; ++i)
@@ -665,7 +645,7 @@ TEST_CASE("cublasLt: few columns have the bits that they have among many", "[cub
                 B(type.id == e5m2.id ? e4m3 : type, k, most, true, 1, false, col, 16), bias(f32, m, 1, true);
             const bool biased = type.bytes > 1 && m % 2 == 1;
             const float alpha = m % 3 == 0 ? 1.0f : 0.7f, beta = biased ? 0.0f : -0.3f;
-            const auto multiply = [&](int64_t n) {
+            const auto columns = [&](int64_t n) {
                 generator.seed(7);  // the same old D
                 Matrices D(f32, m, most, true), D_n(f32, m, n, false), B_n(B.type, k, n, false, 1, false, col, 16);
                 Operation operation;
@@ -677,14 +657,13 @@ TEST_CASE("cublasLt: few columns have the bits that they have among many", "[cub
                 REQUIRE(cublasLtMatmul(handle(), operation.description, &alpha, A.device, A.layout, B.device,
                                        B_n.layout, &beta, D.device, D_n.layout, D.device, D_n.layout, nullptr, nullptr,
                                        0, nullptr) == CUBLAS_STATUS_SUCCESS);
-                REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
                 D.download();
                 return D.host;
             };
-            const std::vector<char> all = multiply(most);
+            const std::vector<char> all = columns(most);
             for (const int64_t n : {1, 2, 3, 5, 8, 11, 13, 16, 17, 24, 25, 33, 48, 49, 64}) {
                 INFO("m n k " << m << " " << n << " " << k << "  type " << type.id);
-                const std::vector<char> few = multiply(n);
+                const std::vector<char> few = columns(n);
                 const size_t bytes = all.size() / size_t(most) * size_t(n);
                 CHECK(std::memcmp(few.data(), all.data(), bytes) == 0);
             }
@@ -694,6 +673,17 @@ TEST_CASE("cublasLt: few columns have the bits that they have among many", "[cub
 // Where D is cut depends on the number of threads.
 TEST_CASE("cublasLt: the number of threads does not change a bit", "[cublaslt]") {
     const int threads_before = omp_get_max_threads();
+    const auto check_bits = [](const Operation& operation, const Matrices& A, const Matrices& B, Matrices& D) {
+        std::vector<char> with_one_thread;
+        for (int threads : {1, 2, 3, 7}) {
+            omp_set_num_threads(threads);
+            REQUIRE(multiply(operation, 1, A, B, 0, D, D) == CUBLAS_STATUS_SUCCESS);
+            D.download();
+            if (threads == 1) with_one_thread = D.host;
+            INFO("threads " << threads);
+            CHECK((D.host == with_one_thread));
+        }
+    };
     const int64_t sizes[][3] = {{256, 768, 768}, {257, 769, 771}, {33, 65, 129}, {1, 768, 768}, {100, 100, 2000}};
     for (const auto& [m, n, k] : sizes)
         for (const Type& type : {f32, bf16}) {
@@ -701,19 +691,7 @@ TEST_CASE("cublasLt: the number of threads does not change a bit", "[cublaslt]")
             Matrices A(type, k, m, true), B(type, k, n, true), D(f32, m, n, false);
             Operation operation;
             operation.attribute(CUBLASLT_MATMUL_DESC_TRANSA, int32_t(CUBLAS_OP_T));
-            const float one = 1, zero = 0;
-            std::vector<char> with_one_thread;
-            for (int threads : {1, 2, 3, 7}) {
-                omp_set_num_threads(threads);
-                REQUIRE(cublasLtMatmul(handle(), operation.description, &one, A.device, A.layout, B.device, B.layout,
-                                       &zero, nullptr, D.layout, D.device, D.layout, nullptr, nullptr, 0,
-                                       nullptr) == CUBLAS_STATUS_SUCCESS);
-                REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
-                D.download();
-                if (threads == 1) with_one_thread = D.host;
-                INFO("threads " << threads);
-                CHECK((D.host == with_one_thread));
-            }
+            check_bits(operation, A, B, D);
         }
     // Blocks of k with scales, the last one short.
     const int64_t m = 272, n = 516, k = 784;
@@ -721,19 +699,8 @@ TEST_CASE("cublasLt: the number of threads does not change a bit", "[cublaslt]")
     BlockScales a(kVector, m, k), b(kSquare, n, k);
     Operation operation;
     use_scales(operation, a, b);
-    const float one = 1, zero = 0;
-    std::vector<char> with_one_thread;
-    for (int threads : {1, 2, 3, 7}) {
-        omp_set_num_threads(threads);
-        REQUIRE(cublasLtMatmul(handle(), operation.description, &one, A.device, A.layout, B.device, B.layout, &zero,
-                               nullptr, D.layout, D.device, D.layout, nullptr, nullptr, 0,
-                               nullptr) == CUBLAS_STATUS_SUCCESS);
-        REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
-        D.download();
-        if (threads == 1) with_one_thread = D.host;
-        INFO("block scales, threads " << threads);
-        CHECK((D.host == with_one_thread));
-    }
+    INFO("block scales");
+    check_bits(operation, A, B, D);
     omp_set_num_threads(threads_before);
 }
 #endif
