@@ -46,6 +46,13 @@ inline std::string slurp(const std::string& path) {
 }
 inline void spit(const std::string& path, const std::string& bytes) { std::ofstream(path, std::ios::binary) << bytes; }
 
+// The text with `by` in the place of the first `what`.
+inline std::string replaced(std::string text, const std::string& what, const std::string& by) {
+    const size_t at = text.find(what);
+    check(at != std::string::npos, "a text of the tests has no ", what);
+    return text.replace(at, what.size(), by);
+}
+
 // The message of the Error that f() throws, "" if it throws none. Any other exception is passed on.
 template <class F>
 std::string error_of(F&& f) {

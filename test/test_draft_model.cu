@@ -283,12 +283,12 @@ TEST_CASE("a draft model with another tokenizer is refused", "[inference][draft]
         return LoadedModel("test/golden/llama", "", DType::f32, WeightFormat::none, {}, folder.path).engine != nullptr;
     };
     CHECK(load());  // bytes in a file, and bytes without one
-    const std::string bytes = tokenizer, none = "\"added_tokens\": []";
-    tokenizer.replace(tokenizer.find(none), none.size(), R"("added_tokens": [{"id": 256, "content": "<x>"}])");
+    const std::string bytes = tokenizer;
+    tokenizer = replaced(bytes, "\"added_tokens\": []", R"("added_tokens": [{"id": 256, "content": "<x>"}])");
     CHECK_THROWS_WITH(load(), ContainsSubstring("token 256 of the draft model's tokenizer is not that of the model's"));
     tokenizer = bytes;
     for (const auto& [from, to] : {std::pair{"\"a\": 97", "\"a\": 98"}, std::pair{"\"b\": 98", "\"b\": 97"}})
-        tokenizer.replace(tokenizer.find(from), std::string(from).size(), to);
+        tokenizer = replaced(tokenizer, from, to);
     CHECK_THROWS_WITH(load(), ContainsSubstring("token 97 of the draft model's tokenizer is not that of the model's"));
     // A model that has no tokenizer, and more tokens than bytes, says nothing of their texts.
     json config = parsed_json(read_text_file("test/golden/llama/config.json"));

@@ -75,17 +75,12 @@ TEST_CASE("generate goes on from a prompt, the same way in every setting", "[gen
     const TempFolder folder;
     const std::string tokenizer = slurp(newest_checkpoint(trained_run()) + "/tokenizer.json");
     const std::string entry = "\"x\": 120,";
-    REQUIRE(tokenizer.find(entry) != std::string::npos);
-    const auto replaced = [&](const std::string& by) {
-        std::string text = tokenizer;
-        return text.replace(text.find(entry), entry.size(), by);
-    };
     const std::string forced_x = "--tokenizer " + folder.path + " --prompt 'Line 1' --tokens 4 --logit-bias 120:100";
-    spit(folder / "tokenizer.json", replaced(""));
+    spit(folder / "tokenizer.json", replaced(tokenizer, entry, ""));
     CHECK(generate(forced_x).out == "Line 1\n");
     // An answer that ends before a stop text ends before all of the token that completes it: here x, and a byte that
     // begins a character.
-    spit(folder / "tokenizer.json", replaced("\"x\u00c3\": 120,"));
+    spit(folder / "tokenizer.json", replaced(tokenizer, entry, "\"x\u00c3\": 120,"));
     CHECK(generate(forced_x + " --stop x").out == "Line 1\n");
     const Outcome stopped = generate("--prompt 'Line 1' --tokens 200 --temperature 0 --stop e");
     CHECK(stopped.out.find('e', 6) == std::string::npos);
@@ -178,15 +173,13 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
     CHECK(generate(call).status == 0);
     CHECK(slurp(out) == whole);
     // More answers to a request that is done: those that are missing.
-    std::string more = slurp(in);
-    spit(folder / "more", more.replace(more.find("\"samples\": 2"), 12, "\"samples\": 3"));
+    spit(folder / "more", replaced(slurp(in), "\"samples\": 2", "\"samples\": 3"));
     spit(folder / "more.out", whole);
     CHECK(generate("--batch " + (folder / "more") + " --out " + (folder / "more.out")).status == 0);
     CHECK(lines_of(folder / "more.out").size() == answers.size() + 1);
     CHECK(slurp(folder / "more.out").find("\"sample\":2") != std::string::npos);
     // Fewer answers than those that a stopped batch asked for, of which it wrote the last one first.
-    std::string one = slurp(in);
-    spit(folder / "one", one.replace(one.find("\"samples\": 2"), 12, "\"samples\": 1"));
+    spit(folder / "one", replaced(slurp(in), "\"samples\": 2", "\"samples\": 1"));
     spit(folder / "one.out", dumped(answers["91"]) + "\n");
     CHECK(generate("--batch " + (folder / "one") + " --out " + (folder / "one.out")).status == 0);
     std::vector<json> ones = lines_of(folder / "one.out");

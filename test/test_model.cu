@@ -319,10 +319,7 @@ TEST_CASE("a name or a word of a Hugging Face folder with a line end is told in 
     }
     const std::string config = read_text_file(kGolden + "llama_biases/config.json");
     for (const char* word : {"\"llama\"", "\"silu\"", "\"linear\""}) {
-        std::string text = config;
-        const size_t at = text.find(word);
-        REQUIRE(at != std::string::npos);
-        write_text_file(folder.path + "/config.json", text.replace(at, std::strlen(word), "\"a\\nb\""));
+        write_text_file(folder.path + "/config.json", replaced(config, word, "\"a\\nb\""));
         CHECK(one_line_with(error_of([&] { load_config(folder.path); }), "\"a\\nb\"", "not supported"));
     }
 }
@@ -673,10 +670,8 @@ TEST_CASE("each attention and feed-forward is in a preset, read as it was saved,
 TEST_CASE("configurations of transformers: what is not supported is said", "[model]") {
     TempFolder folder;
     const auto load = [&](const std::string& golden, const std::string& from, const std::string& to) {
-        std::string text = read_text_file(kGolden + golden + "/config.json");
-        const size_t at = text.find(from);
-        REQUIRE(at != std::string::npos);
-        write_text_file(folder.path + "/config.json", text.replace(at, from.size(), to));
+        const std::string text = read_text_file(kGolden + golden + "/config.json");
+        write_text_file(folder.path + "/config.json", replaced(text, from, to));
         return load_config(folder.path);
     };
     CHECK_THROWS_WITH(load("deepseek", "\"first_k_dense_replace\": 2", "\"first_k_dense_replace\": 1"),

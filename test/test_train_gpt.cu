@@ -187,10 +187,7 @@ TEST_CASE("bad input ends with one line that says what to do", "[program][train_
         return folder / name;
     };
     const auto llama_json = [&](const std::string& name, const std::string& replace, const std::string& by) {
-        std::string text = slurp("test/golden/llama/config.json");
-        const size_t at = text.find(replace);
-        REQUIRE(at != std::string::npos);
-        return file(name, text.replace(at, replace.size(), by));
+        return file(name, replaced(slurp("test/golden/llama/config.json"), replace, by));
     };
     // A copy of the golden LLaMA with other bytes in its weights.
     const auto model_folder = [&](const std::string& name, const std::string& weights) {
@@ -200,12 +197,6 @@ TEST_CASE("bad input ends with one line that says what to do", "[program][train_
         return folder / name;
     };
     const std::string weights = slurp("test/golden/llama/model.safetensors");
-    const auto replaced = [&](const std::string& what, const std::string& by) {
-        std::string text = weights;
-        const size_t at = text.find(what);
-        REQUIRE(at != std::string::npos);
-        return text.replace(at, what.size(), by);
-    };
     const auto shard = [&](int32_t magic, int32_t version, int32_t n, size_t bytes, uint16_t token) {
         std::string header(1024, '\0');
         const int32_t fields[3] = {magic, version, n};
@@ -252,13 +243,13 @@ TEST_CASE("bad input ends with one line that says what to do", "[program][train_
              model_folder("truncated", weights.substr(0, weights.size() / 2)),
          "truncated"},
         {"--data " + file("ok.bin", shard(20240520, 1, 4000, 8000, 5)) + " --init " +
-             model_folder("dtype", replaced("\"F32\"", "\"I32\"")),
+             model_folder("dtype", replaced(weights, "\"F32\"", "\"I32\"")),
          "I32"},
         {"--data " + file("ok.bin", shard(20240520, 1, 4000, 8000, 5)) + " --init " +
-             model_folder("shape", replaced("[76,48]", "[48,76]")),
+             model_folder("shape", replaced(weights, "[76,48]", "[48,76]")),
          "(48, 76)"},
         {"--data " + file("ok.bin", shard(20240520, 1, 4000, 8000, 5)) + " --init " +
-             model_folder("name", replaced("model.norm.weight", "model.norm.weighs")),
+             model_folder("name", replaced(weights, "model.norm.weight", "model.norm.weighs")),
          "model.norm.weight"},
         {"--data " + file("foreign.bin", shard(12345, 1, 4000, 8000, 5)), "12345"},
         {"--data " + file("cut.bin", shard(20240520, 1, 4000, 4000, 5)), "cut.bin"},
@@ -547,8 +538,7 @@ TEST_CASE("a loss that is not a number is traced to its sequences and documents"
                                (folder / "broken")));
     CHECK(all.find("--lr") == std::string::npos);  // no rate helps
     // It is the first: a step that ends before it is all right.
-    const std::string sequence = "first for sequence ";
-    const int first = std::stoi(some.substr(some.find(sequence) + sequence.size()));
+    const int first = static_cast<int>(number_after(some, "first for sequence "));
     REQUIRE(first > 0);
     // (The held-out text has a "d": a validation loss that is not a number is never the best.)
     const Outcome before = train(concat("--init ", folder / "broken", " --batch ", first,
@@ -708,9 +698,7 @@ TEST_CASE("a digit that has changed in state.json or config.json is found", "[pr
     REQUIRE(train("--steps 6 --save-every 2 --stop-after 4 --out " + run).status == 0);
     std::filesystem::copy(run, folder / "other", std::filesystem::copy_options::recursive);
     const auto change = [](const std::string& path, const std::string& digit, const std::string& other) {
-        std::string text = slurp(path);
-        REQUIRE(text.find(digit) != std::string::npos);
-        spit(path, text.replace(text.find(digit), digit.size(), other));
+        spit(path, replaced(slurp(path), digit, other));
         return path;
     };
     const std::string state = change(newest_checkpoint(run) + "/state.json", "\"step\": 4", "\"step\": 5"),
