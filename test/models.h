@@ -50,6 +50,12 @@ struct TinyTrainer {
         return total / static_cast<double>(n);
     }
     void zero_grads() { cudaCheck(cudaMemsetAsync(model.grads.data, 0, model.grads.bytes(), device().stream)); }
+    // Adds to the gradients, or writes them where workspace.accumulate is false.
+    void compute_gradients(float dloss) {
+        forward(model, acts, workspace, device().stream);
+        loss_backward(model, acts, dloss, device().stream);
+        backward(model, acts, workspace, device().stream);
+    }
     double train_step(float dloss, double lr, int64_t t) {
         Workspace first = workspace;  // the step's only micro-batch
         first.accumulate = false;

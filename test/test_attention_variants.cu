@@ -31,9 +31,7 @@ TEST_CASE("documents packed in a row give the losses that they have apart", "[mo
         }
         REQUIRE(positions.size() == tokens.size());
         const auto run = [](TinyTrainer& m) {
-            forward(m.model, m.acts, m.workspace, device().stream);
-            loss_backward(m.model, m.acts, 1.0f / static_cast<float>(m.acts.B * m.acts.T), device().stream);
-            backward(m.model, m.acts, m.workspace, device().stream);
+            m.compute_gradients(1.0f / static_cast<float>(m.acts.B * m.acts.T));
             return to_floats(m.acts.losses);
         };
         for (const DType dtype : {DType::f32, DType::bf16, DType::f16})

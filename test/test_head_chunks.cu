@@ -29,9 +29,7 @@ Pass pass_of(const Config& config, const Precision& precision, int64_t chunks) {
     for (const Tensor& tensor : {m.model.grads, m.acts.losses})
         cudaCheck(cudaMemsetAsync(tensor.data, 0xff, tensor.bytes(), stream));
     m.workspace.accumulate = false;
-    forward(m.model, m.acts, m.workspace, stream);
-    loss_backward(m.model, m.acts, 1.0f / kN, stream);
-    backward(m.model, m.acts, m.workspace, stream);
+    m.compute_gradients(1.0f / kN);
     pass.losses = to_floats(m.acts.losses);
     for (const Param& param : m.model.params) pass.gradients[param.name] = to_floats(param.grad);
     pass.logits_bytes = bytes_of(m.acts.logits), pass.activation_bytes = static_cast<int64_t>(m.activations.bytes());

@@ -223,9 +223,7 @@ TEST_CASE("targets that are ignored count neither in the loss nor in the gradien
         REQUIRE(n_counted < 51);
         m.set_batch(tokens, targets);
         m.zero_grads();
-        forward(m.model, m.acts, m.workspace, device().stream);
-        loss_backward(m.model, m.acts, 1.0f / static_cast<float>(n_counted), device().stream);
-        backward(m.model, m.acts, m.workspace, device().stream);
+        m.compute_gradients(1.0f / static_cast<float>(n_counted));
         const double exact_loss = floats_of(golden, "ignored_loss")[0];
         CHECK(std::abs(m.mean_loss() - exact_loss) <= loss_tolerance(name, exact_loss));
         int n_compared = 0;
@@ -369,16 +367,12 @@ TEST_CASE("micro-batches of 2 add up to a batch of 8", "[model]") {
         const float dloss = 1.0f / static_cast<float>(8 * T);
         whole.set_batch(tokens, targets);
         whole.zero_grads();
-        forward(whole.model, whole.acts, whole.workspace, device().stream);
-        loss_backward(whole.model, whole.acts, dloss, device().stream);
-        backward(whole.model, whole.acts, whole.workspace, device().stream);
+        whole.compute_gradients(dloss);
         parts.zero_grads();
         for (int64_t b = 0; b < 8; b += 2) {
             parts.set_batch({tokens.begin() + b * T, tokens.begin() + (b + 2) * T},
                             {targets.begin() + b * T, targets.begin() + (b + 2) * T});
-            forward(parts.model, parts.acts, parts.workspace, device().stream);
-            loss_backward(parts.model, parts.acts, dloss, device().stream);
-            backward(parts.model, parts.acts, parts.workspace, device().stream);
+            parts.compute_gradients(dloss);
         }
         const std::vector<float> a = to_floats(whole.model.grads), b = to_floats(parts.model.grads);
         // Each row's numbers are the same bits in both; only the sums over the 88 tokens are grouped in another way.
@@ -493,9 +487,7 @@ TEST_CASE("16-bit gradients agree with float32 ones, in 16 and in 32 bits", "[mo
             const auto run = [&](TinyTrainer& m, float dloss) {
                 m.set_batch(tokens, targets);
                 m.zero_grads();
-                forward(m.model, m.acts, m.workspace, device().stream);
-                loss_backward(m.model, m.acts, dloss, device().stream);
-                backward(m.model, m.acts, m.workspace, device().stream);
+                m.compute_gradients(dloss);
                 std::vector<float> grads = to_floats(m.model.grads);
                 for (float& g : grads) g /= dloss;
                 return grads;
@@ -569,9 +561,7 @@ TEST_CASE("gradients of the whole model equal finite differences of its loss", "
                                    targets = random_tokens(B * T, config.V, 2);
         m.set_batch(tokens, targets);
         m.zero_grads();
-        forward(m.model, m.acts, m.workspace, device().stream);
-        loss_backward(m.model, m.acts, 1.0f / static_cast<float>(B * T), device().stream);
-        backward(m.model, m.acts, m.workspace, device().stream);
+        m.compute_gradients(1.0f / static_cast<float>(B * T));
         // Along the gradient g itself: d/de loss(w + e g/|g|) = |g|. In float32 a step of 1e-2 has a relative error of
         // about 1e-7 loss / (1e-2 |g|) by rounding and (1e-2)^2 by the third derivative: well below 1 %.
         const std::vector<float> w = to_floats(m.model.weights), g = to_floats(m.model.grads);

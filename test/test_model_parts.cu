@@ -395,9 +395,7 @@ void check_parts(const PartsCase& c, const std::vector<ModelPart>& parts, const 
     std::vector<float> expected_losses, losses;
     for (int64_t micro = 0; micro < kMicro; ++micro) {
         whole.set_batch(batch(micro, 1), batch(micro, 2));
-        forward(whole.model, whole.acts, whole.workspace, device().stream);
-        loss_backward(whole.model, whole.acts, 0.01f, device().stream);
-        backward(whole.model, whole.acts, whole.workspace, device().stream);
+        whole.compute_gradients(0.01f);
         const std::vector<float> its = to_floats(whole.acts.losses);
         expected_losses.insert(expected_losses.end(), its.begin(), its.end());
     }

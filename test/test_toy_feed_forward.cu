@@ -125,9 +125,7 @@ TEST_CASE("its gradients are those of finite differences", "[model][toy]") {
     const std::vector<int32_t> tokens = random_tokens(7, config.V, 1);
     m.set_batch(tokens, tokens);
     m.zero_grads();
-    forward(m.model, m.acts, m.workspace, device().stream);
-    loss_backward(m.model, m.acts, 1.0f / 7, device().stream);
-    backward(m.model, m.acts, m.workspace, device().stream);
+    m.compute_gradients(1.0f / 7);
     // Along the gradient the loss rises by its squared norm. Central differences with a step of 1e-2 / norm err by its
     // third power, and by float32's rounding of a loss near 4 (2^-22) over twice the rise: 1 % of both together at
     // most.
