@@ -101,6 +101,12 @@ inline double norm_of(const std::vector<float>& a) {
     for (float x : a) sum += static_cast<double>(x) * x;
     return std::sqrt(sum);
 }
+inline double norm_of_difference(const std::vector<float>& a, const std::vector<float>& b) {
+    REQUIRE(a.size() == b.size());
+    std::vector<float> difference = a;
+    for (size_t i = 0; i < a.size(); ++i) difference[i] -= b[i];
+    return norm_of(difference);
+}
 // How far a model in `dtype` may be from the same one in exact arithmetic, relative to the norm of what is compared. A
 // number that is stored is rounded by at most u = unit_roundoff of itself; in the root mean square by 0.42 u, for which
 // u / 2 stands here. A gradient passes about 30 such roundings in the two layers of a small model, and with random

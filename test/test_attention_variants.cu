@@ -85,9 +85,7 @@ TEST_CASE("documents packed in a row give the losses that they have apart", "[mo
 #endif
                 const std::vector<float> grads = to_floats(alone.model.grads),
                                          packed_grads = to_floats(packed.model.grads);
-                std::vector<float> difference(grads.size());
-                for (size_t i = 0; i < grads.size(); ++i) difference[i] = packed_grads[i] - grads[i];
-                CHECK(norm_of(difference) <= error * norm_of(grads));
+                CHECK(norm_of_difference(packed_grads, grads) <= error * norm_of(grads));
 
                 // At any place and in any precision: other neighbours change no bit.
                 const auto& [first, n] = documents[9];

@@ -43,10 +43,7 @@ void check_same(const std::vector<float>& got, const std::vector<float>& expecte
         CHECK((got == expected));
         return;
     }
-    REQUIRE(got.size() == expected.size());
-    std::vector<float> difference = expected;
-    for (size_t i = 0; i < got.size(); ++i) difference[i] -= got[i];
-    CHECK(norm_of(difference) <= (dtype == DType::f32 ? 1e-5 : model_error(dtype)) * norm_of(expected));
+    CHECK(norm_of_difference(expected, got) <= (dtype == DType::f32 ? 1e-5 : model_error(dtype)) * norm_of(expected));
 }
 
 }  // namespace

@@ -380,9 +380,8 @@ TEST_CASE("weight gradients of divided layers, computed later, have the same bit
                     const Computed whole = compute(r, values, geometry, n, dtype);
                     for (const auto& [name, grad] : whole.grads) {
                         INFO(name);
-                        std::vector<float> difference = grad;
-                        for (size_t i = 0; i < grad.size(); ++i) difference[i] -= at_once.grads.at(name)[i];
-                        CHECK(norm_of(difference) <= (dtype == DType::f32 ? 2e-5 : model_error(dtype)) * norm_of(grad));
+                        CHECK(norm_of_difference(grad, at_once.grads.at(name)) <=
+                              (dtype == DType::f32 ? 2e-5 : model_error(dtype)) * norm_of(grad));
                     }
                 }
 }
