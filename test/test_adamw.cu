@@ -5,31 +5,20 @@
 #include <cmath>
 #include <fstream>
 
-#include "optim/optim.h"
-#include "reference.h"
+#include "own_optimizer.h"
 #include "temp_folder.h"
 
 // CHECK((a == b)), in two pairs of brackets, compares without printing thousands of elements.
 
 namespace {
 
-struct Layout {
-    std::vector<Param> params;
-    int64_t n = 0;
-};
-
 // Parameters of these sizes, every other one decayed, with gaps between them, so that few begin on a round number.
 Layout make_layout(const std::vector<int64_t>& sizes, int64_t first = 0) {
     Layout layout;
     layout.n = first;
     for (int64_t size : sizes) {
-        Param param;
-        param.name = concat("parameter ", layout.params.size());
-        param.value = make_tensor(nullptr, DType::f32, {size});
-        param.offset = layout.n;
-        param.decay = layout.params.size() % 2 == 0;
-        layout.n += size + static_cast<int64_t>(layout.params.size() % 3);
-        layout.params.push_back(param);
+        const int64_t i = std::ssize(layout.params);
+        layout.add(concat("parameter ", i), {size}, i % 3).decay = i % 2 == 0;
     }
     layout.n += 2;
     return layout;
@@ -37,32 +26,19 @@ Layout make_layout(const std::vector<int64_t>& sizes, int64_t first = 0) {
 
 const std::vector<int64_t> kOddSizes = {1, 3, 1023, 1025, 2049, 777};
 
-// AdamW with memory of its own, as a program sets it up: counted first, then taken.
-struct OwnOptimizer {
-    Arena arena{"optimizer"};
-    std::unique_ptr<Optimizer> adamw;
+struct OwnAdamW : OwnOptimizer {
     std::vector<Param> params;
     int64_t n;
-    OwnOptimizer(const Layout& layout, const OptimizerOptions& options) : params(layout.params), n(layout.n) {
-        make_optimizer("adamw", arena, layout.params, layout.n, options);
-        arena.reserve();
-        adamw = make_optimizer("adamw", arena, layout.params, layout.n, options);
-        adamw->init(device().stream);
-    }
+    OwnAdamW(const Layout& layout, const OptimizerOptions& options)
+        : OwnOptimizer("adamw", layout.params, layout.n, options), params(layout.params), n(layout.n) {}
     // The states lie like the parameters: as one flat tensor.
     Tensor flat(size_t state) const {
-        float* const first = adamw->states()[state].tensor.ptr<float>();
+        float* const first = optimizer->states()[state].tensor.ptr<float>();
         return make_tensor(first - params[0].offset, DType::f32, {n});
     }
     Tensor m() const { return flat(0); }
     Tensor v() const { return flat(params.size()); }
 };
-
-std::vector<unsigned char> bits_of(const Tensor& tensor) {
-    std::vector<unsigned char> bytes(tensor.bytes());
-    copy_to_host(bytes.data(), tensor);
-    return bytes;
-}
 
 // The equations of optim.h in float64, and with them a bound of the f32 kernel's error (running error analysis: each
 // operation adds u times its result to what its operands bring along; Higham, Accuracy and Stability, 3.3).
@@ -129,7 +105,7 @@ void compare_with_reference(DType value_dtype, DType grad_dtype, int64_t n_steps
     const double value_roundoff = value_dtype == DType::f32 ? 0 : unit_roundoff(value_dtype);  // on top of f32's own
     const std::vector<double> start = rounded(random_values(layout.n, 1), value_dtype);
     Buffer values(value_dtype, {layout.n}, start), grads(grad_dtype, {layout.n}), norm_scale(DType::f32, {2});
-    OwnOptimizer optimizer(layout, options);
+    OwnAdamW optimizer(layout, options);
     Reference reference(options, start);
     for (int64_t t = 1; t <= n_steps; ++t) {
         std::vector<double> g = rounded(random_values(layout.n, 100 + static_cast<uint64_t>(t), 0.02), grad_dtype);
@@ -143,7 +119,7 @@ void compare_with_reference(DType value_dtype, DType grad_dtype, int64_t n_steps
             reference.w = values.values();
             reference.w_error.assign(reference.w.size(), 0.0);
         }
-        optimizer.adamw->step({values}, grads, norm_scale, lr, t, device().stream);
+        optimizer->step({values}, grads, norm_scale, lr, t, device().stream);
         reference.step(layout.params, g, scale, lr, static_cast<double>(t), value_roundoff);
         if (value_dtype != DType::f32 || t == 1 || t == n_steps)
             reference.check_against(values.values(), concat(dtype_name(value_dtype), " values, ",
@@ -173,8 +149,8 @@ TEST_CASE("AdamW's first step is the paper's", "[adamw]") {
     for (float beta2 : {0.0f, 0.5f, 0.95f, 0.999f}) {
         options.beta2 = beta2;
         Buffer values(DType::f32, {11}, w), grads(DType::f32, {11}, g), norm_scale(DType::f32, {2}, {1, 1});
-        OwnOptimizer optimizer(layout, options);
-        optimizer.adamw->step({values}, grads, norm_scale, 0.0625, 1, device().stream);
+        OwnAdamW optimizer(layout, options);
+        optimizer->step({values}, grads, norm_scale, 0.0625, 1, device().stream);
         std::vector<double> expected = w;
         for (size_t i = 0; i < 8; ++i)
             expected[i] -= 0.0625 * (g[i] / (std::abs(g[i]) + 0.0625) + (i < 4 ? 0.125 * w[i] : 0.0));
@@ -191,15 +167,8 @@ TEST_CASE("AdamW equals torch.optim.AdamW with clip_grad_norm_", "[adamw][golden
         return static_cast<double>((i * 7 + t * 13) % 31 - 14) / 128 * (t % 4 == 0 ? 10 : 1);
     };
     Layout layout;
-    for (int64_t size : {35, 3, 1, 11}) {
-        Param param;
-        param.name = concat("parameter ", layout.params.size());
-        param.value = make_tensor(nullptr, DType::f32, {size});
-        param.offset = layout.n;
-        param.decay = size == 35 || size == 1;
-        layout.n += size;
-        layout.params.push_back(param);
-    }
+    for (int64_t size : {35, 3, 1, 11})
+        layout.add(concat("parameter ", layout.params.size()), {size}).decay = size == 35 || size == 1;
     std::ifstream file("test/golden/adamw/golden.txt");
     REQUIRE(file.is_open());
     std::string line, word, name;
@@ -216,7 +185,7 @@ TEST_CASE("AdamW equals torch.optim.AdamW with clip_grad_norm_", "[adamw][golden
         for (int64_t i = 0; i < layout.n; ++i) start_values.push_back(start(i));
         Buffer values(DType::f32, {layout.n}, start_values), grads(DType::f32, {layout.n}), norm_scale(DType::f32, {2});
         Buffer scratch(DType::f32, {grad_norm_scratch_n(layout.n)});
-        OwnOptimizer optimizer(layout, options);
+        OwnAdamW optimizer(layout, options);
         for (int64_t t = 1; t <= 50; ++t) {
             for (int64_t i = 0; i < layout.n; ++i) g[static_cast<size_t>(i)] = gradient(i, t);
             grads.set(g);
@@ -224,7 +193,7 @@ TEST_CASE("AdamW equals torch.optim.AdamW with clip_grad_norm_", "[adamw][golden
             // A thread of the norm adds one square here, so all that is rounded is the norm itself.
             const double norm = norms[static_cast<size_t>(t - 1)];
             CHECK(std::abs(norm_scale.values()[0] - norm) <= 1.01 * 0x1p-24 * norm);
-            optimizer.adamw->step({values}, grads, norm_scale, lr, t, device().stream);
+            optimizer->step({values}, grads, norm_scale, lr, t, device().stream);
             if (t != 1 && t != 2 && t != 10 && t != 50) continue;
             int64_t golden_t = 0;
             file >> word >> golden_t;
@@ -250,8 +219,8 @@ TEST_CASE("AdamW decays exactly the parameters that say so, and touches nothing 
     const std::vector<double> ones(static_cast<size_t>(layout.n), 1.0), zeros(static_cast<size_t>(layout.n), 0.0);
     Buffer values(DType::f32, {layout.n}, ones), grads(DType::f32, {layout.n}, zeros);
     Buffer norm_scale(DType::f32, {2}, {1, 1});
-    OwnOptimizer optimizer(layout, options);
-    for (int64_t t = 1; t <= 3; ++t) optimizer.adamw->step({values}, grads, norm_scale, 0.5, t, device().stream);
+    OwnAdamW optimizer(layout, options);
+    for (int64_t t = 1; t <= 3; ++t) optimizer->step({values}, grads, norm_scale, 0.5, t, device().stream);
     std::vector<double> expected = ones;
     for (const Param& param : layout.params)
         for (int64_t k = 0; k < param.value.n() && param.decay; ++k)
@@ -259,7 +228,7 @@ TEST_CASE("AdamW decays exactly the parameters that say so, and touches nothing 
     CHECK((values.values() == expected));
     // The gaps between parameters: gradients there reach neither values nor states.
     grads.set(ones);
-    optimizer.adamw->step({values}, grads, norm_scale, 0.5, 4, device().stream);
+    optimizer->step({values}, grads, norm_scale, 0.5, 4, device().stream);
     std::vector<bool> in_gap(static_cast<size_t>(layout.n), true);
     for (const Param& param : layout.params)
         for (int64_t k = 0; k < param.value.n(); ++k) in_gap[static_cast<size_t>(param.offset + k)] = false;
@@ -276,10 +245,10 @@ TEST_CASE("AdamW leaves everything as it is when the scale is NaN", "[adamw]") {
     Buffer values(DType::f32, {layout.n}, random_values(layout.n, 1));
     Buffer grads(DType::f32, {layout.n}, random_values(layout.n, 2));
     Buffer norm_scale(DType::f32, {2}), scratch(DType::f32, {grad_norm_scratch_n(layout.n)});
-    OwnOptimizer optimizer(layout, {});
+    OwnAdamW optimizer(layout, {});
     const auto step = [&](int64_t t) {
         grad_norm(norm_scale, grads, 1.0f, 1.0f, scratch, device().stream);
-        optimizer.adamw->step({values}, grads, norm_scale, 1e-3, t, device().stream);
+        optimizer->step({values}, grads, norm_scale, 1e-3, t, device().stream);
     };
     step(1);
     const auto w = values.bits(), m = bits_of(optimizer.m()), v = bits_of(optimizer.v());
@@ -310,12 +279,12 @@ TEST_CASE("AdamW gives an element the same bits in every place and in every run"
         std::vector<double> all(static_cast<size_t>(layout.n), 0.0);
         std::copy(start.begin(), start.end(), all.begin() + begin);
         values.set(all);
-        OwnOptimizer optimizer(layout, {});
+        OwnAdamW optimizer(layout, {});
         for (int64_t t = 1; t <= 3; ++t) {
             const std::vector<double> g = random_values(3000, 10 + static_cast<uint64_t>(t));
             std::copy(g.begin(), g.end(), all.begin() + begin);
             grads.set(all);
-            optimizer.adamw->step({values}, grads, norm_scale, 1e-3, t, device().stream);
+            optimizer->step({values}, grads, norm_scale, 1e-3, t, device().stream);
         }
         auto bits = bits_of(values.tensor().slice(begin, 3000));
         for (const Tensor& state : {optimizer.m(), optimizer.v()})
@@ -379,11 +348,11 @@ TEST_CASE("AdamW counts its memory before it takes it", "[adamw]") {
     CHECK(counted->states()[0].kind == "m");
     CHECK(counted->states()[1].kind == "v");
     CHECK_THAT(error_of([&] { counted->init(device().stream); }), ContainsSubstring("before the arena is reserved"));
-    OwnOptimizer optimizer(layout, {});
+    OwnAdamW optimizer(layout, {});
     CHECK((to_floats(optimizer.m()) == std::vector<float>(5002, 0.0f)));
     CHECK((to_floats(optimizer.v()) == std::vector<float>(5002, 0.0f)));
-    OwnOptimizer nothing(Layout{}, {});  // a rank that owns no parameters
-    nothing.adamw->step({}, {}, {}, 1e-3, 1, device().stream);
+    OwnAdamW nothing(Layout{}, {});  // a rank that owns no parameters
+    nothing->step({}, {}, {}, 1e-3, 1, device().stream);
 }
 
 TEST_CASE("AdamW refuses wrong arguments", "[adamw]") {
@@ -391,7 +360,7 @@ TEST_CASE("AdamW refuses wrong arguments", "[adamw]") {
     const auto option_error = [&](auto change) {
         OptimizerOptions options;
         change(options);
-        return error_of([&] { OwnOptimizer optimizer(layout, options); });
+        return error_of([&] { OwnAdamW optimizer(layout, options); });
     };
     CHECK(option_error([](OptimizerOptions&) {}).empty());
     CHECK_THAT(option_error([](OptimizerOptions& o) { o.beta1 = 1; }), ContainsSubstring("beta1 is 1"));
@@ -401,14 +370,14 @@ TEST_CASE("AdamW refuses wrong arguments", "[adamw]") {
                ContainsSubstring("weight-decay is nan"));
     Layout outside = layout;
     outside.n -= 4;
-    CHECK_THAT(error_of([&] { OwnOptimizer optimizer(outside, {}); }), ContainsSubstring("parameter 1"));
+    CHECK_THAT(error_of([&] { OwnAdamW optimizer(outside, {}); }), ContainsSubstring("parameter 1"));
 
-    OwnOptimizer optimizer(layout, {});
+    OwnAdamW optimizer(layout, {});
     const int64_t n = layout.n;
     Buffer good(DType::f32, {n}), shorter(DType::f32, {n - 1}), integers(DType::i32, {n}), norm_scale(DType::f32, {2});
     norm_scale.set({1, NAN});
     const auto error = [&](Tensor values, Tensor grads, Tensor norm_scale, double lr, int64_t t) {
-        return error_of([&] { optimizer.adamw->step({values}, grads, norm_scale, lr, t, device().stream); });
+        return error_of([&] { optimizer->step({values}, grads, norm_scale, lr, t, device().stream); });
     };
     CHECK(error(good, good, norm_scale, 1e-3, 1).empty());
     CHECK_THAT(error(shorter, good, norm_scale, 1e-3, 1), ContainsSubstring("AdamW: values is f32 ("));

@@ -11,27 +11,12 @@
 
 #include "optim/adam.h"
 #include "optim/elementwise.cuh"
-#include "reference.h"
+#include "own_optimizer.h"
 #include "temp_folder.h"
 
 // CHECK((a == b)), in two pairs of brackets, compares without printing thousands of elements.
 
 namespace {
-
-struct Layout {
-    std::vector<Param> params;
-    int64_t n = 0;
-    // Matrices are decayed.
-    void add(const std::string& name, std::initializer_list<int64_t> dims, int64_t gap = 0) {
-        Param param;
-        param.name = name;
-        param.value = make_tensor(nullptr, DType::f32, dims);
-        param.offset = n;
-        param.decay = dims.size() == 2;
-        n += param.value.n() + gap;
-        params.push_back(param);
-    }
-};
 
 // Sides that no tile divides, more than one tile each way, gaps, odd offsets.
 Layout odd_layout() {
@@ -44,31 +29,6 @@ Layout odd_layout() {
     layout.add("one", {1}, 5);
     return layout;
 }
-
-// An optimizer with memory of its own, as a program sets it up: counted first, then taken.
-struct OwnOptimizer {
-    Arena arena{"optimizer"};
-    std::unique_ptr<Optimizer> optimizer;
-    OwnOptimizer(const std::string& name, const std::vector<Param>& params, int64_t n,
-                 const OptimizerOptions& options) {
-        make_optimizer(name, arena, params, n, options);
-        arena.reserve();
-        optimizer = make_optimizer(name, arena, params, n, options);
-        optimizer->init(device().stream);
-    }
-    OwnOptimizer(const std::string& name, const Layout& layout)
-        : OwnOptimizer(name, layout.params, layout.n, default_optimizer_options(name)) {}
-    Optimizer* operator->() const { return optimizer.get(); }
-
-    std::vector<std::vector<unsigned char>> states() const {
-        std::vector<std::vector<unsigned char>> all;
-        for (const OptimizerState& state : optimizer->states()) {
-            all.emplace_back(state.tensor.bytes());
-            copy_to_host(all.back().data(), state.tensor);
-        }
-        return all;
-    }
-};
 
 std::vector<double> gradients_of_step(int64_t n, int64_t t) {
     std::vector<double> g = random_values(n, 100 + static_cast<uint64_t>(t), 0.02);
@@ -104,8 +64,7 @@ std::vector<int> codes_of(const OwnOptimizer& adam8bit, const Layout& layout, co
     for (const Param& param : layout.params)
         for (const OptimizerState& state : adam8bit->states()) {
             if (state.kind != name || state.param != param.name) continue;
-            std::vector<unsigned char> bytes(state.tensor.bytes());
-            copy_to_host(bytes.data(), state.tensor);
+            const std::vector<unsigned char> bytes = bits_of(state.tensor);
             codes.insert(codes.end(), bytes.begin(), bytes.begin() + param.value.n());
         }
     return codes;
