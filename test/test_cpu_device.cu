@@ -9,7 +9,6 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
-#include <functional>
 #include <latch>
 #include <random>
 #include <thread>

@@ -7,7 +7,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
-#include <fstream>
 
 #include "temp_folder.h"
 
@@ -127,10 +126,11 @@ Rewritten rewrite(const std::string& source) {
 
 TEST_CASE("what rewrite writes", "[cpu][rewrite]") {
     CHECK(rewrite("int x;\n").out == "#line 1 \"a.cu\"\nint x;\n");
-    CHECK(rewrite("f<T><<<g, b, 0, s>>>(x, y);").out ==
-          "#line 1 \"a.cu\"\n::cuda_cpu::launch({\"f<T>\", [=](auto of_) -> decltype(of_(f<T>)) { return of_(f<T>); }}, "
-          "__FILE__, __LINE__, ::cuda_cpu::Configuration(g, b, 0, s), "
-          "[=](auto... arguments_) -> decltype(f<T>(arguments_...)) { f<T>(arguments_...); }, x, y);");
+    CHECK(
+        rewrite("f<T><<<g, b, 0, s>>>(x, y);").out ==
+        "#line 1 \"a.cu\"\n::cuda_cpu::launch({\"f<T>\", [=](auto of_) -> decltype(of_(f<T>)) { return of_(f<T>); }}, "
+        "__FILE__, __LINE__, ::cuda_cpu::Configuration(g, b, 0, s), "
+        "[=](auto... arguments_) -> decltype(f<T>(arguments_...)) { f<T>(arguments_...); }, x, y);");
     CHECK(rewrite("__shared__ float a[2], b;").out ==
           "#line 1 \"a.cu\"\n__shared__ float a[2], b; ::cuda_cpu::shared_declared(&a, sizeof(a)); "
           "::cuda_cpu::shared_declared(&b, sizeof(b));");

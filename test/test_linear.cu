@@ -2,8 +2,6 @@
 #include "layers/layers.h"
 #include "reference.h"
 
-#include <algorithm>
-
 namespace {
 
 using Values = std::vector<double>;

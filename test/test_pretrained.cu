@@ -2,8 +2,6 @@
 #include "train_runs.h"
 #include "json.h"
 
-#include <cmath>
-
 namespace {
 
 const std::string kGpt2 = "test/golden/tokenizer/gpt2", kLlama3 = "test/golden/tokenizer/llama3";

@@ -8,7 +8,6 @@
 //                 differently. At a rate of 1e-3 this stays below 2e-7 in 20 steps; at 3e-3, where the first steps are
 //                 chaotic, any two roundings (also two sizes of micro-batch on one rank) are 1e-4 apart
 #include "io/io.h"
-#include "llm.h"
 #include "parallel/data/data.h"
 #include "program.h"
 #include "run_models.h"
