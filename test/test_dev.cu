@@ -64,12 +64,11 @@ void check_refused(const std::string& program, const std::string& arguments, con
 TEST_CASE("recompute measures what it plans, and draws the law", "[program][dev][alone]") {
     const TempFolder folder;
     const std::string picture = folder / "law.png";
-    const Outcome outcome =
-        run_program("dev/recompute", picture + " --layers 6 --width 32 --seq 10 --batch 1 --steps 1");
-    INFO(outcome.out << outcome.err);
-    REQUIRE(outcome.status == 0);
+    const std::string out =
+        printed_by("dev/recompute", picture + " --layers 6 --width 32 --seq 10 --batch 1 --steps 1");
+    INFO(out);
     const auto planned = [&](const std::string& way) {
-        const std::vector<std::string> w = words(line_of(outcome.out, "--recompute ", way));
+        const std::vector<std::string> w = words(line_of(out, "--recompute ", way));
         REQUIRE(w.size() >= 4);
         CHECK(taken_as_planned(std::stod(w[2]), std::stod(w[1])));
         return std::stod(w[1]);
@@ -93,17 +92,15 @@ TEST_CASE("recompute measures what it plans, and draws the law", "[program][dev]
 TEST_CASE("context_parallel shows balanced work, and draws the layout", "[program][dev]") {
     const TempFolder folder;
     const std::string picture = folder / "context.png";
-    const Outcome outcome = run_program("dev/context_parallel",
-                                        picture + " --ranks 3 --seq 24 --heads 6 --key-heads 3 --width 8 --rounds 1");
-    INFO(outcome.out << outcome.err);
-    REQUIRE(outcome.status == 0);
+    const std::string out = printed_by("dev/context_parallel",
+                                       picture + " --ranks 3 --seq 24 --heads 6 --key-heads 3 --width 8 --rounds 1");
+    INFO(out);
     // Chunks of 4 tokens: 2 x 10 pairs with its own keys, 2 x 16 with those of each other rank: a third of 300.
     for (const char* rank : {"0", "1", "2"})
-        CHECK(words(line_of(outcome.out, "", concat("rank ", rank))) ==
+        CHECK(words(line_of(out, "", concat("rank ", rank))) ==
               std::vector<std::string>{"rank", rank, "36", "32", "32", "0.3333"});
     for (const char* mode : {"ring", "ulysses"}) {
-        const std::vector<std::string> w =
-            words(line_of(outcome.out, "forward and backward", concat("3 ranks, ", mode)));
+        const std::vector<std::string> w = words(line_of(out, "forward and backward", concat("3 ranks, ", mode)));
         REQUIRE(w.size() == 8);
         CHECK(std::stod(w[5]) > 0);
     }
@@ -122,8 +119,7 @@ TEST_CASE("context_parallel shows balanced work, and draws the layout", "[progra
 }
 
 TEST_CASE("float_formats prints the formats as their standards define them", "[program][dev]") {
-    const Outcome outcome = run_program("dev/float_formats", "1");
-    REQUIRE(outcome.status == 0);
+    const std::string out = printed_by("dev/float_formats", "1");
     // bits, sign, exponent, mantissa, bias, largest, smallest normal, smallest, epsilon: IEEE 754 for fp32 and fp16,
     // NVIDIA's PTX manual for tf32 and bf16, table 1 of arXiv:2209.05433 for the two of 8 bits.
     const std::pair<const char*, const char*> formats[] = {{"fp32", "32 1 8 23 127 3.402823e+38 2^-126 2^-149 2^-23"},
@@ -133,7 +129,7 @@ TEST_CASE("float_formats prints the formats as their standards define them", "[p
                                                            {"e5m2", "8 1 5 2 15 57344 2^-14 2^-16 2^-2"},
                                                            {"e4m3", "8 1 4 3 7 448 2^-6 2^-9 2^-3"}};
     for (const auto& [format, facts] : formats) {
-        const std::vector<std::string> wanted = words(facts), got = words(line_of(outcome.out, "THE FORMATS", format));
+        const std::vector<std::string> wanted = words(facts), got = words(line_of(out, "THE FORMATS", format));
         INFO(format);
         REQUIRE(got.size() == wanted.size() + 2);
         CHECK(std::equal(wanted.begin(), wanted.end(), got.begin() + 1));
@@ -141,11 +137,9 @@ TEST_CASE("float_formats prints the formats as their standards define them", "[p
 }
 
 TEST_CASE("float_formats shows what each format makes of a number", "[program][dev]") {
-    const Outcome outcome = run_program("dev/float_formats",
-                                        "65504 65519 65520 70000 448 464 465 500 61439 61440 2^-24 2^-25 6e-8 1e-5 0.1 "
-                                        "1.00048828125 -2049 inf nan 0.0");
-    INFO(outcome.err);
-    REQUIRE(outcome.status == 0);
+    const std::string out = printed_by("dev/float_formats",
+                                       "65504 65519 65520 70000 448 464 465 500 61439 61440 2^-24 2^-25 6e-8 1e-5 0.1 "
+                                       "1.00048828125 -2049 inf nan 0.0");
     struct Case {
         const char *number, *format;
         double value;
@@ -182,34 +176,31 @@ TEST_CASE("float_formats shows what each format makes of a number", "[program][d
         {"0.0", "e4m3", 0, "zero"}};
     for (const Case& c : cases) {
         INFO(c.number << " in " << c.format);
-        const Stored got = stored(outcome.out, c.number, c.format);
+        const Stored got = stored(out, c.number, c.format);
         if (std::isinf(c.value)) CHECK(got.value == c.value);
         else CHECK(got.value == Approx(c.value).epsilon(1e-9));  // ten digits are printed
         CHECK(got.verdict == c.verdict);
     }
     for (const char* format : {"fp32", "tf32", "bf16", "fp16", "e5m2", "e4m3"}) {
-        const Stored nan = stored(outcome.out, "nan", format);
+        const Stored nan = stored(out, "nan", format);
         CHECK(std::isnan(nan.value));
         CHECK(nan.verdict == "NaN");
     }
-    const Stored tenth = stored(outcome.out, "0.1", "fp32");  // 0x3dcccccd
+    const Stored tenth = stored(out, "0.1", "fp32");  // 0x3dcccccd
     CHECK(tenth.sign + tenth.exponent + tenth.mantissa == "00111101110011001100110011001101");
-    CHECK(stored(outcome.out, "-2049", "fp16").sign == "1");
+    CHECK(stored(out, "-2049", "fp16").sign == "1");
 }
 
 TEST_CASE("float_formats reads bits", "[program][dev]") {
-    const Outcome outcome = run_program("dev/float_formats", "fp16:0x7bff bf16:0xc040 e4m3:0x01 fp32:0x7f800000");
-    REQUIRE(outcome.status == 0);
-    CHECK(stored(outcome.out, "fp16:0x7bff: 65504", "fp16").verdict == "normal, exact");
-    CHECK(stored(outcome.out, "bf16:0xc040: -3", "bf16").mantissa == "1000000");
-    CHECK(stored(outcome.out, "e4m3:0x01: 0.001953125", "e4m3").verdict ==
-          "subnormal, exact: 1 of 4 significant bits left");
-    CHECK(stored(outcome.out, "fp32:0x7f800000: inf", "fp32").verdict == "infinity");
+    const std::string out = printed_by("dev/float_formats", "fp16:0x7bff bf16:0xc040 e4m3:0x01 fp32:0x7f800000");
+    CHECK(stored(out, "fp16:0x7bff: 65504", "fp16").verdict == "normal, exact");
+    CHECK(stored(out, "bf16:0xc040: -3", "bf16").mantissa == "1000000");
+    CHECK(stored(out, "e4m3:0x01: 0.001953125", "e4m3").verdict == "subnormal, exact: 1 of 4 significant bits left");
+    CHECK(stored(out, "fp32:0x7f800000: inf", "fp32").verdict == "infinity");
 }
 
 TEST_CASE("float_formats shows that small addends are lost in large sums", "[program][dev]") {
-    const Outcome outcome = run_program("dev/float_formats", "");
-    REQUIRE(outcome.status == 0);
+    const std::string out = printed_by("dev/float_formats", "");
     volatile float sum = 0;
     for (int i = 0; i < 10000; ++i) sum = sum + 0.1f;
     // The sum stops at the power of two above which half of the spacing is more than the term; counting by one stops
@@ -220,12 +211,12 @@ TEST_CASE("float_formats shows that small addends are lost in large sums", "[pro
     } rows[] = {{"fp32", sum, 16777216}, {"bf16", 32, 256}, {"fp16", 256, 2048}, {"e5m2", 1, 8}, {"e4m3", 2, 16}};
     for (const auto& row : rows) {
         INFO(row.format);
-        const std::vector<std::string> w = words(line_of(outcome.out, "0.1 added", row.format));
+        const std::vector<std::string> w = words(line_of(out, "0.1 added", row.format));
         REQUIRE(w.size() == 6);
         CHECK(std::stod(w[2]) == Approx(row.sum).epsilon(1e-9));
         CHECK(std::stod(w[5]) == row.count);
     }
-    const std::vector<std::string> w = words(line_of(outcome.out, "A weight", "0.001"));
+    const std::vector<std::string> w = words(line_of(out, "A weight", "0.001"));
     REQUIRE(w.size() == 6);
     CHECK(std::stod(w[4]) == 1);  // bf16: 0.001 is less than half of 2^-7
     CHECK(std::stod(w[5]) == 2);  // with a master weight
@@ -234,25 +225,24 @@ TEST_CASE("float_formats shows that small addends are lost in large sums", "[pro
 TEST_CASE("loss scaling keeps the gradients of a training step in fp16", "[program][dev]") {
     const TempFolder folder;
     const std::string png = folder / "gradients.png";
-    const Outcome outcome = run_program("dev/float_formats", "--gradients --steps 20 --batch 8 --out " + png);
-    INFO(outcome.err << outcome.out);
-    REQUIRE(outcome.status == 0);
+    const std::string out = printed_by("dev/float_formats", "--gradients --steps 20 --batch 8 --out " + png);
+    INFO(out);
     CHECK(png_size(png) == std::pair(1100, 872));
     CHECK(folder.listing() == "gradients.png");
 
     // The shares of the tensors make the share of all of them.
     double n = 0, n_flushed = 0;
     for (const char* name : {"dlogits", "dresidual", "dnorm", "dqkv", "dattn", "dup", "dact"}) {
-        const std::vector<std::string> w = words(line_of(outcome.out, "share of the gradients", name));
+        const std::vector<std::string> w = words(line_of(out, "share of the gradients", name));
         REQUIRE(w.size() == 12);
         n += std::stod(w[1]);
         n_flushed += std::stod(w[1]) * std::stod(w[4]) / 100;
     }
 
     std::map<std::string, std::vector<double>> shares;  // zero, subnormal, normal, overflow, by loss scale
-    const std::string dynamic = words(line_of(outcome.out, "share of the gradients", "not zero")).back();
+    const std::string dynamic = words(line_of(out, "share of the gradients", "not zero")).back();
     for (const std::string& scale : {std::string("1"), std::string("1024"), std::string("65536"), dynamic}) {
-        const std::vector<std::string> w = words(line_of(outcome.out, "all of them", "activations " + scale));
+        const std::vector<std::string> w = words(line_of(out, "all of them", "activations " + scale));
         REQUIRE(w.size() == 10);
         for (const size_t i : {2, 4, 6, 8}) shares[scale].push_back(std::stod(w[i]));
         CHECK(shares[scale][0] + shares[scale][1] + shares[scale][2] + shares[scale][3] == Approx(100).margin(0.01));
@@ -268,7 +258,7 @@ TEST_CASE("loss scaling keeps the gradients of a training step in fp16", "[progr
     // At twice the dynamic scale the largest gradient would overflow, at the scale itself it does not.
     double largest = 0;
     for (const char* name : {"dlogits", "dresidual", "dnorm", "dqkv", "dattn", "dup", "dact", "parameters"})
-        largest = std::max(largest, std::stod(words(line_of(outcome.out, "share of the gradients", name))[3]));
+        largest = std::max(largest, std::stod(words(line_of(out, "share of the gradients", name))[3]));
     const double scale = std::ldexp(1, std::stoi(dynamic.substr(2)));
     CHECK(largest * scale < 65520 * 1.05);  // two digits are printed
     CHECK(2 * largest * scale > 65520 * 0.95);
@@ -278,15 +268,14 @@ TEST_CASE("float_formats shows the gradients of GPT-2, whose backward writes no 
     const TempFolder folder;
     write_text_file(folder / "config.json", R"({"model_type": "gpt2", "vocab_size": 256, "n_positions": 1000,
                                            "n_embd": 16, "n_layer": 1, "n_head": 2})");
-    const Outcome outcome =
-        run_program("dev/float_formats", "--gradients --steps 0 --batch 1 --seq 8 --model " +
-                                             (folder / "config.json --out ") + (folder / "gradients.png"));
-    INFO(outcome.err << outcome.out);
-    REQUIRE(outcome.status == 0);
-    CHECK(words(line_of(outcome.out, "share of the gradients", "dup")).size() == 12);
-    CHECK(outcome.out.find("dact") == std::string::npos);
+    const std::string out =
+        printed_by("dev/float_formats", "--gradients --steps 0 --batch 1 --seq 8 --model " +
+                                            (folder / "config.json --out ") + (folder / "gradients.png"));
+    INFO(out);
+    CHECK(words(line_of(out, "share of the gradients", "dup")).size() == 12);
+    CHECK(out.find("dact") == std::string::npos);
     // Gradients that are zero in fp32 do not count as lost. Those of 992 positions are: two thirds of all.
-    CHECK(std::stod(words(line_of(outcome.out, "all of them", "parameters 1"))[2]) < 5);
+    CHECK(std::stod(words(line_of(out, "all of them", "parameters 1"))[2]) < 5);
 }
 
 TEST_CASE("float_formats refuses what it cannot read", "[program][dev]") {
@@ -343,18 +332,17 @@ TEST_CASE("plot_runs draws losses and prints how far they are from the first", "
     write_run(folder / "bf16", close);
     write_run(folder / "spike", spike);
     const std::string folders = png + " " + folder / "fp32" + "/ " + folder / "bf16" + " " + folder / "spike";
-    const Outcome outcome = run_program("dev/plot_runs", folders);
-    INFO(outcome.err << outcome.out);
-    REQUIRE(outcome.status == 0);
+    const std::string out = printed_by("dev/plot_runs", folders);
+    INFO(out);
     CHECK(png_size(png) == std::pair(960, 1000));  // the losses, and below them their differences from the first
     // name, steps, last mean, P % at step S twice. All steps of bf16 differ by 1 %.
-    const std::vector<std::string> bf16 = words(line_of(outcome.out, "run", "bf16"));
+    const std::vector<std::string> bf16 = words(line_of(out, "run", "bf16"));
     CHECK(bf16[1] == "60");
     CHECK(bf16[3] == "1.000");
     CHECK(bf16[8] == "1.000");
     // The spike is half of 4.4, at step 41; of the means over 20 steps that have it, it moves the smallest most: the
     // first.
-    const std::vector<std::string> spiked = words(line_of(outcome.out, "run", "spike"));
+    const std::vector<std::string> spiked = words(line_of(out, "run", "spike"));
     CHECK(spiked[3] == "50.000");
     CHECK(spiked[7] == "41");
     double mean = 0;
@@ -365,9 +353,8 @@ TEST_CASE("plot_runs draws losses and prints how far they are from the first", "
     REQUIRE(run_program("dev/plot_runs", png + " " + folder / "fp32").status == 0);
     CHECK(png_size(png) == std::pair(960, 600));  // one run differs from none
 
-    const Outcome single = run_program("dev/plot_runs", folders + " --smooth 1");
-    REQUIRE(single.status == 0);
-    CHECK(words(line_of(single.out, "run", "spike"))[8] == "50.000");
+    const std::string single = printed_by("dev/plot_runs", folders + " --smooth 1");
+    CHECK(words(line_of(single, "run", "spike"))[8] == "50.000");
 }
 
 TEST_CASE("plot_runs refuses runs that cannot be compared", "[program][dev]") {
@@ -398,14 +385,13 @@ TEST_CASE("plot_runs refuses runs that cannot be compared", "[program][dev]") {
 
 TEST_CASE("all_reduce times the algorithms, draws them, and says where", "[program][dev]") {
     const TempFolder folder;
-    const Outcome outcome = run_program("dev/all_reduce", "--ranks 2 --max 1024 --out " + (folder / "new"));
-    INFO(outcome.out << outcome.err);
-    REQUIRE(outcome.status == 0);
-    const std::vector<std::string> heading = words(line_of(outcome.out, "", "bytes"));
+    const std::string out = printed_by("dev/all_reduce", "--ranks 2 --max 1024 --out " + (folder / "new"));
+    INFO(out);
+    const std::vector<std::string> heading = words(line_of(out, "", "bytes"));
     CHECK(heading == std::vector<std::string>{"bytes", "library", "ring", "tree", "halving", "two-level", "limit"});
-    CHECK(words(line_of(outcome.out, "", "4.00 KiB")).size() == 2 + heading.size() - 1);
+    CHECK(words(line_of(out, "", "4.00 KiB")).size() == 2 + heading.size() - 1);
     const std::string picture = folder / "new/all_reduce_2.png";
-    CHECK_THAT(outcome.out, ContainsSubstring("picture  " + picture + "\n"));
+    CHECK_THAT(out, ContainsSubstring("picture  " + picture + "\n"));
     CHECK(png_size(picture) == std::pair<int, int>{960, 600});
     CHECK(folder.listing() == "new");
     check_refused("all_reduce", "--rank 2", "unknown option --rank");
@@ -435,12 +421,11 @@ TEST_CASE("tensor_layouts draws the blocks, and says who sends", "[program][dev]
 }
 
 TEST_CASE("tensor_overlap: as many bytes in pieces as at once", "[program][dev]") {
-    const Outcome outcome = run_program("dev/tensor_overlap", "--ranks 3 --rows 48 --width 20 --hidden 42 --rounds 1");
-    INFO(outcome.out << outcome.err);
-    REQUIRE(outcome.status == 0);
+    const std::string out = printed_by("dev/tensor_overlap", "--ranks 3 --rows 48 --width 20 --hidden 42 --rounds 1");
+    INFO(out);
     for (const std::string step : {"| 1 |", "| 2 |", "| 3 |"})
         // (n - 1) / n of the rows twice: 2 x 32 x 20 x 4 bytes.
-        CHECK_THAT(line_of(outcome.out, "", step), ContainsSubstring(" 5.00 KiB |"));
+        CHECK_THAT(line_of(out, "", step), ContainsSubstring(" 5.00 KiB |"));
     check_refused("tensor_overlap", "--ranks 1", "at least 2");
     check_refused("tensor_overlap", "--rows 7", "cannot be divided among 4 ranks");
     check_refused("tensor_overlap", "--rows 44",

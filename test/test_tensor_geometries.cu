@@ -232,15 +232,13 @@ TEST_CASE("--tp-mode refuses in one line what it cannot divide", "[program][rank
 TEST_CASE("--plan has the published costs of 1D, 2D, 2.5D and 3D", "[program][ranks][tensor_parallel]") {
     // The rows of the table that --plan prints, of a large model: parameters of a rank, and what it keeps of tokens.
     const auto row = [](const std::string& flags, const std::string& name) {
-        const Outcome outcome = run_program("train_gpt",
-                                            "--plan --model llama-8b --dtype bf16 --seq 4096 --device-spec h100 "
-                                            "--batch 64 --recompute full " +
-                                                flags);
-        INFO(outcome.err);
-        REQUIRE(outcome.status == 0);
-        const size_t at = outcome.out.find("\n  " + name + " ", outcome.out.find("\ngeometry of "));
+        const std::string out = printed_by("train_gpt",
+                                           "--plan --model llama-8b --dtype bf16 --seq 4096 --device-spec h100 "
+                                           "--batch 64 --recompute full " +
+                                               flags);
+        const size_t at = out.find("\n  " + name + " ", out.find("\ngeometry of "));
         REQUIRE(at != std::string::npos);
-        std::string line = outcome.out.substr(at + 1, outcome.out.find('\n', at + 1) - at - 1);
+        std::string line = out.substr(at + 1, out.find('\n', at + 1) - at - 1);
         line.erase(0, 24);
         double parameters = 0, activations = 0, sent = 0;
         char unit[8] = "", bytes[8] = "", sent_unit[8] = "";

@@ -161,9 +161,7 @@ TEST_CASE("a run killed at any moment resumes to the same end", "[program][train
     }
     const std::string arguments =
         started ? "--out " + killed + " --resume" : "--data " + text_file() + kSmall + flags + "--out " + killed;
-    const Outcome last = run_program("train_gpt", arguments);
-    INFO(last.err);
-    REQUIRE(last.status == 0);
+    printed_by("train_gpt", arguments);
     check_same_end(whole, killed);
 }
 

@@ -671,10 +671,7 @@ TEST_CASE("a step takes no longer where a document is long", "[program][train_gp
         const std::string n = std::to_string(bytes), text = folder / (n + ".txt"), run = folder / n;
         spit(text, std::string(bytes, 'a'));
         std::filesystem::remove_all(run);
-        const Outcome outcome =
-            run_program("train_gpt", concat("--data ", text, kSmall, "--batch 8 --steps 12 --val-every 0 --out ", run));
-        INFO(outcome.err);
-        REQUIRE(outcome.status == 0);
+        printed_by("train_gpt", concat("--data ", text, kSmall, "--batch 8 --steps 12 --val-every 0 --out ", run));
         std::vector<double> all;
         for (const LogRow& row : read_csv_log(run + "/log.csv")) all.push_back(row.step_ms.value());
         std::sort(all.begin() + 2, all.end());
