@@ -78,12 +78,14 @@ inline bool can_train(const std::string& flags) {
     return flags.find("--dtype fp8") == std::string::npos || has_fp8(flags.find("--fp8 block") != std::string::npos);
 }
 
-// What it prints where it must succeed.
-inline std::string printed_by(const std::string& name, const std::string& arguments) {
-    const Outcome outcome = run_program(name, arguments);
-    INFO(outcome.err);
+// What a program has printed that must have succeeded.
+inline std::string must_succeed(const Outcome& outcome) {
+    INFO(outcome.out << outcome.err);
     REQUIRE(outcome.status == 0);
     return outcome.out;
+}
+inline std::string printed_by(const std::string& name, const std::string& arguments) {
+    return must_succeed(run_program(name, arguments));
 }
 
 // The number that follows `before` in a text.

@@ -243,10 +243,9 @@ Outcome run(const std::string& flags, const std::string& out) {
                            " --out " + out);
 }
 std::vector<LogRow> losses_of(const std::string& flags, const std::string& out) {
-    const Outcome outcome = run(flags, out);
-    INFO(flags << "\n" << outcome.err);
-    REQUIRE(outcome.status == 0);
-    if (flags.find("--ranks") != std::string::npos) check_account(outcome.out, flags);
+    INFO(flags);
+    const std::string said = must_succeed(run(flags, out));
+    if (flags.find("--ranks") != std::string::npos) check_account(said, flags);
     return read_csv_log(out + "/log.csv");
 }
 

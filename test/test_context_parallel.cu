@@ -522,9 +522,7 @@ TEST_CASE("a checkpoint goes on with another --cp", "[program][ranks][context_pa
     for (const auto& [before, after] : meshes) {
         INFO(before << "-> " << after);
         const std::string run = runs.run("llama", adamw + before + "--stop-after 9 ");
-        const Outcome resumed = runs.outcome("llama", adamw + after + "--resume ", run);
-        INFO(resumed.err);
-        REQUIRE(resumed.status == 0);
+        must_succeed(runs.outcome("llama", adamw + after + "--resume ", run));
         check_same(run, whole);
     }
     const Outcome stopped = runs.outcome("llama", "--ranks 2 --cp 2 --cp-mode ulysses --stop-after 3 ", runs.new_run());
@@ -536,12 +534,11 @@ TEST_CASE("the sample of a run with --cp is that of one process", "[program][ran
     Runs runs;
     std::vector<std::string> samples;
     for (const std::string mesh : {"", "--ranks 3 --cp 3 ", "--ranks 4 --cp 2 --tp 2 --zero 3 --cp-mode ulysses "}) {
-        const Outcome its = runs.outcome("deepseek", mesh + "--sample 40 --steps 3 --val-every 0 ", runs.new_run());
-        INFO(its.err);
-        REQUIRE(its.status == 0);
-        const size_t first = its.out.find("---- sample after training"), last = its.out.find("\n----\n", first + 8);
+        const std::string its =
+            must_succeed(runs.outcome("deepseek", mesh + "--sample 40 --steps 3 --val-every 0 ", runs.new_run()));
+        const size_t first = its.find("---- sample after training"), last = its.find("\n----\n", first + 8);
         REQUIRE(last != std::string::npos);
-        samples.push_back(its.out.substr(first, last - first));
+        samples.push_back(its.substr(first, last - first));
     }
     CHECK(samples[0].size() > 60);
     CHECK(samples[1] == samples[0]);

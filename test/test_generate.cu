@@ -20,9 +20,7 @@ const std::string& trained_run() {
     static const TempFolder folder;
     static const std::string run = [] {
         const std::string path = folder / "run";
-        const Outcome outcome = train("--steps 4 --out " + path);
-        INFO(outcome.err);
-        REQUIRE(outcome.status == 0);
+        must_succeed(train("--steps 4 --out " + path));
         return path;
     }();
     return run;

@@ -54,12 +54,11 @@ std::string pretend_to_test(const std::string& names) {
 
 TEST_CASE("make bench: every operation and a training run, alone", "[program][harness]") {
     const TempFolder folder;
-    const Outcome outcome =
-        run_script("bench.sh", kToyBench + "MODELS='toy-gpt2 tiny' OPPONENTS= BENCH_OUT=" + folder.path);
-    INFO(outcome.err << outcome.out);
-    REQUIRE(outcome.status == 0);
+    const std::string out =
+        must_succeed(run_script("bench.sh", kToyBench + "MODELS='toy-gpt2 tiny' OPPONENTS= BENCH_OUT=" + folder.path));
+    INFO(out);
     const std::string table = slurp(folder / "results.md");
-    CHECK(table == outcome.out);
+    CHECK(table == out);
     // Forward and backward of each operation in layers/: GPT-2's and LLaMA's.
     for (const std::string name : {"linear qkv", "linear attn_out", "linear up", "linear down", "linear head"})
         for (const std::string pass : {"forward", "backward input", "backward weight"})
@@ -185,21 +184,18 @@ TEST_CASE("bench_report: shares, ratios and MFU by hand", "[program][harness]") 
              "\t1048576\tnote\n"
              "train\tPyTorch\ttiny\t64\t8\t1000\t0\tnote\n");
     const std::string command = concat(program_path("dev/bench_report"), " results ", folder.path);
-    const Outcome outcome = run_shell(command);
-    INFO(outcome.err << outcome.out);
-    REQUIRE(outcome.status == 0);
-    CHECK_THAT(outcome.out, ContainsSubstring("| gelu | forward | N=1 | 2000 | 1000 | 50 % | 8000 | 3000 |  | 1.50 |"));
-    CHECK_THAT(outcome.out,
-               ContainsSubstring("| attention | forward | B=1 | 2000 | 1000 | 50 % |  |  | 4000 cudnn | 2.00 |"));
+    const std::string out = must_succeed(run_shell(command));
+    INFO(out);
+    CHECK_THAT(out, ContainsSubstring("| gelu | forward | N=1 | 2000 | 1000 | 50 % | 8000 | 3000 |  | 1.50 |"));
+    CHECK_THAT(out, ContainsSubstring("| attention | forward | B=1 | 2000 | 1000 | 50 % |  |  | 4000 cudnn | 2.00 |"));
     CHECK_THAT(
-        outcome.out,
-        ContainsSubstring("| attention hopper | forward | B=1 | 1000 | 1000 | 100 % |  |  | 4000 cudnn | 4.00 |"));
-    CHECK_THAT(outcome.out, ContainsSubstring("Geometric mean of the ratios: 1.73 (2 operations)"));  // sqrt(1.5 * 2)
-    CHECK_THAT(outcome.out, ContainsSubstring("| 50.0 % | 1.00 MiB |"));
-    CHECK(count(outcome.out, "slow batch") == 0);
+        out, ContainsSubstring("| attention hopper | forward | B=1 | 1000 | 1000 | 100 % |  |  | 4000 cudnn | 4.00 |"));
+    CHECK_THAT(out, ContainsSubstring("Geometric mean of the ratios: 1.73 (2 operations)"));  // sqrt(1.5 * 2)
+    CHECK_THAT(out, ContainsSubstring("| 50.0 % | 1.00 MiB |"));
+    CHECK(count(out, "slow batch") == 0);
     char ratio[40];
     std::snprintf(ratio, sizeof ratio, "| %.2f | note |", 0.5e12 / flops / 1000);
-    CHECK_THAT(outcome.out, ContainsSubstring(ratio));
+    CHECK_THAT(out, ContainsSubstring(ratio));
 
     // A run that measured no limit has no MFU.
     spit(folder / "results.tsv", "train\tours\ttiny\t64\t4\t1000\t0\tnote\n");
@@ -250,16 +246,15 @@ TEST_CASE("bench_report: a profile of three steps by hand", "[program][harness]"
              "\t0\t1e-6\t1e-6\n"
              "elementwise_kernel\toptimizer\t0\t0\t0\t1\t1" +
              zeros + "\t0\t1e-6\t1e-6\n");
-    const Outcome outcome = run_shell(concat(program_path("dev/bench_report"), " profile ", folder.path));
-    INFO(outcome.err << outcome.out);
-    REQUIRE(outcome.status == 0);
-    CHECK_THAT(outcome.out, ContainsSubstring("10.000 ms per step (mean of 4)"));
-    CHECK_THAT(outcome.out, ContainsSubstring("| block products | 6.000 | 60.0 % | 5.000 | 4.000 | 67 % | 2.000 |"));
-    CHECK_THAT(outcome.out, ContainsSubstring("| optimizer | 2.000 | 20.0 % | 0.002 |"));
-    CHECK_THAT(outcome.out, ContainsSubstring("| no kernel runs | 1.000 | 10.0 % |"));
-    CHECK_THAT(outcome.out, ContainsSubstring("| `nvjet_tst_128x256` | block products | 2 | 6.000 | 60.0 % |"));
-    CHECK_THAT(outcome.out, ContainsSubstring("| rotations | 1.000 | 10.0 % | 0.600 | 0.500 |"));
-    CHECK_THAT(outcome.out, ContainsSubstring("| `rope_kernel<float, 4>` | rotations | 1 | 1.000 | 10.0 % | 50 % |"));
+    const std::string out = must_succeed(run_shell(concat(program_path("dev/bench_report"), " profile ", folder.path)));
+    INFO(out);
+    CHECK_THAT(out, ContainsSubstring("10.000 ms per step (mean of 4)"));
+    CHECK_THAT(out, ContainsSubstring("| block products | 6.000 | 60.0 % | 5.000 | 4.000 | 67 % | 2.000 |"));
+    CHECK_THAT(out, ContainsSubstring("| optimizer | 2.000 | 20.0 % | 0.002 |"));
+    CHECK_THAT(out, ContainsSubstring("| no kernel runs | 1.000 | 10.0 % |"));
+    CHECK_THAT(out, ContainsSubstring("| `nvjet_tst_128x256` | block products | 2 | 6.000 | 60.0 % |"));
+    CHECK_THAT(out, ContainsSubstring("| rotations | 1.000 | 10.0 % | 0.600 | 0.500 |"));
+    CHECK_THAT(out, ContainsSubstring("| `rope_kernel<float, 4>` | rotations | 1 | 1.000 | 10.0 % | 50 % |"));
     CHECK(is_png(folder / "profile.png"));
 
     spit(folder / "trace.tsv", "0\t5\tAdamW\n9\t5\tmatmul\n");
@@ -319,9 +314,8 @@ TEST_CASE("bench_report: a profile with the names and the extra kernels of a GPU
                                                           {"adamw_kernel", "optimizer"}})
         launches += concat(kernel, "\t", group, "\t0\t0\t0\t10\t10\t0\t0\t0\t1e-6\t1e-3\n");
     spit(folder / "launches.tsv", launches);
-    const Outcome outcome = run_shell(concat(program_path("dev/bench_report"), " profile ", folder.path));
-    INFO(outcome.err << outcome.out);
-    REQUIRE(outcome.status == 0);
+    const std::string out = must_succeed(run_shell(concat(program_path("dev/bench_report"), " profile ", folder.path)));
+    INFO(out);
     // A part, its time, its share of 10 ms, and 1 ms predicted for each of its launches.
     for (const std::string row :
          {"| block products | 3.994 | 39.9 % | 3.000 |", "| head products | 3.002 | 30.0 % | 1.000 |",
@@ -329,19 +323,18 @@ TEST_CASE("bench_report: a profile with the names and the extra kernels of a GPU
           "| column sums | 0.060 | 0.6 % | 1.000 |", "| embedding | 0.310 | 3.1 % | 2.000 |",
           "| copies | 0.009 | 0.1 % | 2.000 |", "| optimizer | 0.500 | 5.0 % | 1.000 |",
           "| not in the account | 0.005 | 0.1 % |"})
-        CHECK_THAT(outcome.out, ContainsSubstring(row));
+        CHECK_THAT(out, ContainsSubstring(row));
 }
 
 TEST_CASE("make profile: a step of a toy model by kernel", "[program][harness]") {
 #ifdef CUDA_ON_CPU
     const TempFolder folder;
-    const Outcome outcome = run_script("profile.sh", "PROFILE_OUT=" + folder.path);
-    INFO(outcome.err << outcome.out);
-    REQUIRE(outcome.status == 0);
+    const std::string out = must_succeed(run_script("profile.sh", "PROFILE_OUT=" + folder.path));
+    INFO(out);
     for (const std::string part : {"| block products |", "| head products |", "| attention backward |", "| norms |",
                                    "| optimizer |", "| cross-entropy |", "| `matmul` |", "| rotations and heads |"})
-        CHECK_THAT(outcome.out, ContainsSubstring(part));
-    CHECK(count(outcome.out, "| not in the account |") == 0);
+        CHECK_THAT(out, ContainsSubstring(part));
+    CHECK(count(out, "| not in the account |") == 0);
     CHECK(is_png(folder / "profile.png"));
 #else
     SKIP_TEST("at toy sizes on the CPU device only");

@@ -333,10 +333,9 @@ TEST_CASE("a run goes on with other parts of it on the host", "[program][offload
     REQUIRE(program(folder, flags + "2 --out " + parts + " --offload optimizer --stop-after 3").status == 0);
     int64_t stop = 5;
     for (const std::string more : {"--zero 1", "--zero 3 --offload params", "--zero 2 --offload unified"}) {
-        const Outcome outcome =
-            run_program("train_gpt", concat("--resume --ranks 3 --out ", parts, " ", more, " --stop-after ", stop));
-        INFO(more << "\n" << outcome.err);
-        REQUIRE(outcome.status == 0);
+        INFO(more);
+        must_succeed(
+            run_program("train_gpt", concat("--resume --ranks 3 --out ", parts, " ", more, " --stop-after ", stop)));
         stop += 2;
     }
     for (const std::string file :
@@ -355,10 +354,8 @@ TEST_CASE("ranks of --tp update on the host once, when their parts have been add
     std::string weights[2];
     for (const int offloads : {0, 1}) {
         const std::string run = folder / concat("run", offloads);
-        const Outcome outcome = program(
-            folder, concat("--clip 0 --steps 2 --ranks 2 --tp 2 --out ", run, offloads ? " --offload optimizer" : ""));
-        INFO(outcome.err);
-        REQUIRE(outcome.status == 0);
+        must_succeed(program(
+            folder, concat("--clip 0 --steps 2 --ranks 2 --tp 2 --out ", run, offloads ? " --offload optimizer" : "")));
         weights[offloads] = slurp(*latest_checkpoint(run) + "/model.safetensors");
     }
     CHECK((weights[0] == weights[1]));

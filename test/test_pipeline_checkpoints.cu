@@ -13,9 +13,7 @@ std::string resumed(Runs& runs, const std::string& model, const std::string& com
                     const std::string& after) {
     INFO(model << " " << common << ": " << before << "-> " << after);
     const std::string run = runs.run(model, common + before + "--stop-after 5 ");
-    const Outcome outcome = runs.outcome(model, common + after + "--resume ", run);
-    INFO(outcome.err);
-    REQUIRE(outcome.status == 0);
+    must_succeed(runs.outcome(model, common + after + "--resume ", run));
     return run;
 }
 

@@ -14,9 +14,7 @@ json read_json(const std::string& path) { return parsed_json(slurp(path)); }
 // The weights and files of a short run whose tokens are those of GPT-2's golden tokenizer, as a folder of Hugging Face
 // would have them: with a chat template and settings of its own.
 void make_model(const std::string& folder, const std::string& run) {
-    const Outcome outcome = train_8("--steps 2 --tokenizer " + kGpt2 + " --out " + run);
-    INFO(outcome.err);
-    REQUIRE(outcome.status == 0);
+    must_succeed(train_8("--steps 2 --tokenizer " + kGpt2 + " --out " + run));
     std::filesystem::create_directories(folder);
     for (const std::string name : {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"})
         std::filesystem::copy_file(newest_checkpoint(run) + "/" + name, folder + "/" + name);
@@ -60,9 +58,8 @@ TEST_CASE("--init begins with an evaluation, and with a lower learning rate", "[
     CHECK(*rows[2].lr == 3e-4);
 
     // Without evaluations there is none before the first step, and the weights get the same bits.
-    const Outcome without = train_8("--val-every 0 --lr 0.0003 --out " + plain + " --init " + first);
-    REQUIRE(without.status == 0);
-    CHECK(without.out.find("from trained weights") == std::string::npos);  // --lr was given
+    const std::string without = must_succeed(train_8("--val-every 0 --lr 0.0003 --out " + plain + " --init " + first));
+    CHECK(without.find("from trained weights") == std::string::npos);  // --lr was given
     CHECK(read_csv_log(plain + "/log.csv").size() == 8);
     CHECK(slurp(newest_checkpoint(plain) + "/model.safetensors") ==
           slurp(newest_checkpoint(second) + "/model.safetensors"));
@@ -86,10 +83,8 @@ TEST_CASE("a checkpoint of a model of bytes has their tokenizer", "[program][pre
     CHECK(tokens["eos_token"].isNull());
     CHECK(read_json(checkpoint + "/generation_config.json") == json(Json::objectValue));
     // What comes from there is a model of bytes, too.
-    const Outcome outcome = train_8("--steps 2 --out " + next + " --init " + checkpoint);
-    INFO(outcome.err);
-    REQUIRE(outcome.status == 0);
-    CHECK_THAT(outcome.out, ContainsSubstring("tokens (bytes)"));
+    const std::string out = must_succeed(train_8("--steps 2 --out " + next + " --init " + checkpoint));
+    CHECK_THAT(out, ContainsSubstring("tokens (bytes)"));
     for (const std::string name : {"config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"})
         CHECK(slurp(newest_checkpoint(next) + "/" + name) == slurp(checkpoint + "/" + name));
 }
@@ -105,10 +100,8 @@ TEST_CASE("what lies beside the weights of --init is found, and kept", "[program
     CHECK(read_json(model + "/tokenizer_config.json")["eos_token"] == "<|endoftext|>");
     CHECK(slurp(model + "/tokenizer.json") == slurp(kGpt2 + "/tokenizer.json"));
 
-    const Outcome outcome = train_8("--stop-after 2 --out " + run + " --init " + model);
-    INFO(outcome.err);
-    REQUIRE(outcome.status == 0);
-    CHECK_THAT(outcome.out, ContainsSubstring("tokens (" + model + "/tokenizer.json)"));
+    const std::string said = must_succeed(train_8("--stop-after 2 --out " + run + " --init " + model));
+    CHECK_THAT(said, ContainsSubstring("tokens (" + model + "/tokenizer.json)"));
     const auto check_kept = [&] {
         for (const std::string name : {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
                                        "generation_config.json", "additional_chat_templates/tool.jinja"})
@@ -144,9 +137,7 @@ TEST_CASE("an explicit --tokenizer wins over the one beside the model", "[progra
     std::filesystem::copy_file(kLlama3 + "/tokenizer.json", own_name);
     for (const std::string& tokenizer : {kLlama3, own_name}) {
         INFO(tokenizer);
-        const Outcome outcome = train_8("--steps 2 --out " + run + " --init " + model + " --tokenizer " + tokenizer);
-        INFO(outcome.err);
-        REQUIRE(outcome.status == 0);
+        must_succeed(train_8("--steps 2 --out " + run + " --init " + model + " --tokenizer " + tokenizer));
         const std::string checkpoint = newest_checkpoint(run);
         CHECK(slurp(checkpoint + "/tokenizer.json") == slurp(kLlama3 + "/tokenizer.json"));
         CHECK_FALSE(std::filesystem::exists(checkpoint + "/chat_template.jinja"));
@@ -240,9 +231,8 @@ TEST_CASE("transformers reads checkpoints whole: tokenizer, model, generate()", 
     std::string folders;
     for (const std::string& these : flags) {
         const std::string run = folder / concat("run", folders.size());
-        const Outcome outcome = train_8("--steps 2 " + these + " --out " + run);
-        INFO(these << outcome.err);
-        REQUIRE(outcome.status == 0);
+        INFO(these);
+        must_succeed(train_8("--steps 2 " + these + " --out " + run));
         const auto tokenizer = load_tokenizer(newest_checkpoint(run) + "/tokenizer.json");
         JsonText encodings = JsonText::array();
         for (const std::string& text : texts)

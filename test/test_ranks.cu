@@ -38,9 +38,8 @@ Outcome run_ranks(const std::string& flags, const std::string& run, const std::s
     return run_on_ranks("--data " + text_file() + kRun + flags + " --out " + run, before);
 }
 std::vector<LogRow> train(const std::string& flags, const std::string& run, const std::string& before = "") {
-    const Outcome outcome = run_ranks(flags, run, before);
-    INFO(flags << "\n" << outcome.err);
-    REQUIRE(outcome.status == 0);
+    INFO(flags);
+    must_succeed(run_ranks(flags, run, before));
     return read_csv_log(run + "/log.csv");
 }
 
@@ -99,14 +98,12 @@ TEST_CASE("by NCCL runs have the curve that they have by memory", "[program][ran
         INFO(mode);
         const auto curve = [&](const char* comm, const char* before) {
             const std::string run = folder / concat(mode, comm, before);
-            const Outcome outcome = run_program(
+            must_succeed(run_program(
                 "train_gpt",
                 concat("--data ", text_file(), kRun, "--steps 3 --warmup 1 --batch 12 --val-every 3 --val-sequences 4 ",
                        mode, " --model ", model_file("deep-gqa"), " --comm-timeout 60 --comm ", comm, " --out '", run,
                        "'"),
-                before);
-            INFO(outcome.err);
-            REQUIRE(outcome.status == 0);
+                before));
             return read_csv_log(run + "/log.csv");
         };
         const std::vector<LogRow> by_memory = curve("threads", "");
@@ -382,12 +379,11 @@ TEST_CASE("traffic is what was counted by hand", "[program][ranks]") {
     int number = 0;
     for (const Case& c : cases) {
         INFO(c.flags);
-        const Outcome run = run_ranks(
+        const std::string run = must_succeed(run_ranks(
             concat("--batch 12 --steps 3 --warmup 1 --ranks 3 --val-every 0 --model ", odd_model(false), " ", c.flags),
-            folder / std::to_string(number++));
-        INFO(run.out << run.err);
-        REQUIRE(run.status == 0);
-        CHECK(numbers_of(run.out, "sent by all").back() == static_cast<double>(2 * (c.bytes + small)));
+            folder / std::to_string(number++)));
+        INFO(run);
+        CHECK(numbers_of(run, "sent by all").back() == static_cast<double>(2 * (c.bytes + small)));
     }
 }
 
@@ -415,17 +411,12 @@ TEST_CASE("on any number of ranks the memory taken is the memory planned, to the
     for (const std::string flags : cases) {
         if (is_full() && flags.find("--ranks-per-node") != std::string::npos) continue;  // for threads only
         INFO(flags);
-        const Outcome run =
+        const std::string run = must_succeed(
             run_ranks("--batch 12 --steps 2 --warmup 1 --val-every 1 --model " + odd_model(true) + " " + flags,
-                      folder / std::to_string(number++));
-        INFO(run.out << run.err);
-        REQUIRE(run.status == 0);
-        const size_t at = run.out.find("taken on the device (");
-        REQUIRE(at != std::string::npos);
-        long long taken = 0, planned = 0;
-        REQUIRE(std::sscanf(run.out.c_str() + at, "taken on the device (%lld bytes; %lld planned)", &taken, &planned) ==
-                2);
-        CHECK(taken == planned);
+                      folder / std::to_string(number++)));
+        INFO(run);
+        CHECK(count(run, "taken on the device (") == 1);
+        check_memory(run);
     }
 }
 
@@ -762,9 +753,7 @@ TEST_CASE("a killed rank ends the job; its last checkpoint goes on with the same
             CHECK(seconds < 100);  // less than ranks wait for each other
             CHECK(killed.status != 0);
             CHECK_THAT(killed.err, ContainsSubstring("signal 9"));
-            const Outcome resumed = run_shell(command + " --resume");
-            INFO(resumed.err);
-            REQUIRE(resumed.status == 0);
+            must_succeed(run_shell(command + " --resume"));
             CHECK(same_bits(read_csv_log(run + "/log.csv"), whole));
         }
     }

@@ -146,9 +146,7 @@ TEST_CASE("a checkpoint goes on in another geometry", "[program][ranks][tensor_p
     for (const auto& [model, before, after] : meshes) {
         INFO(model << ": " << before << "-> " << after);
         const std::string run = runs.run(model, adamw + before + "--stop-after 5 ");
-        const Outcome resumed = runs.outcome(model, adamw + after + "--resume ", run);
-        INFO(resumed.err);
-        REQUIRE(resumed.status == 0);
+        must_succeed(runs.outcome(model, adamw + after + "--resume ", run));
         check_same_run(run, runs.run(model, adamw), 2e-6);
     }
 }

@@ -293,9 +293,7 @@ TEST_CASE("a checkpoint goes on with another --tp", "[program][ranks][tensor_par
             if (model == "biases" && after.find("--tp 3") != std::string::npos) continue;  // 4 key heads
             INFO(model << ": " << before << "-> " << after);
             const std::string run = runs.run(model, adamw + before + "--stop-after 5 ");
-            const Outcome resumed = runs.outcome(model, adamw + after + "--resume ", run);
-            INFO(resumed.err);
-            REQUIRE(resumed.status == 0);
+            must_succeed(runs.outcome(model, adamw + after + "--resume ", run));
             check_same_run(run, whole, 2e-6);
         }
     }
@@ -315,9 +313,7 @@ TEST_CASE("states of optimizers that see whole matrices go on with another mesh"
         INFO(model << " " << optimizer << ": " << before << "-> " << after);
         const std::string whole = runs.run(model, optimizer),
                           run = runs.run(model, optimizer + before + "--stop-after 5 ");
-        const Outcome resumed = runs.outcome(model, optimizer + after + "--resume ", run);
-        INFO(resumed.err);
-        REQUIRE(resumed.status == 0);
+        must_succeed(runs.outcome(model, optimizer + after + "--resume ", run));
         check_same_run(run, whole, 2e-6);
     }
 }
@@ -350,9 +346,7 @@ TEST_CASE("adam8bit's blocks lie in the parts of --tp, and go on with the same",
         CHECK_THAT(runs.outcome("gpt2", adam + "--ranks 4 --tp 2 --resume ", of).err, ContainsSubstring(had));
         spit(path, text);
     }
-    const Outcome resumed = runs.outcome("gpt2", four + "--zero 3 --resume ", run);
-    INFO(resumed.err);
-    REQUIRE(resumed.status == 0);
+    must_succeed(runs.outcome("gpt2", four + "--zero 3 --resume ", run));
     CHECK(log_without_times(run) == log_without_times(whole));
     CHECK((slurp(newest_checkpoint(run) + "/model.safetensors") ==
            slurp(newest_checkpoint(whole) + "/model.safetensors")));
@@ -380,9 +374,7 @@ TEST_CASE("fp8's histories are of whole tensors, whoever has the parts", "[progr
     // A resumed run has them: one of the ranks has written them, and all read them.
     const std::string mesh = flags + "--ranks 2 --tp 2 ", whole = runs.run("even-gqa", mesh),
                       run = runs.run("even-gqa", mesh + "--stop-after 1 ");
-    const Outcome resumed = runs.outcome("even-gqa", mesh + "--resume ", run);
-    INFO(resumed.err);
-    REQUIRE(resumed.status == 0);
+    must_succeed(runs.outcome("even-gqa", mesh + "--resume ", run));
     CHECK((slurp(newest_checkpoint(run) + "/model.safetensors") ==
            slurp(newest_checkpoint(whole) + "/model.safetensors")));
     // Weights that come with each visit are quantised then, and their largest values found over the ranks again.
@@ -398,14 +390,12 @@ TEST_CASE("--tp has the same bits under mpirun and as threads", "[program][ranks
     Runs runs;
     const auto train_with = [&](const std::string& ranks, const std::string& before) {
         const std::string run = runs.folder / std::to_string(runs.number++);
-        const Outcome outcome = run_program("train_gpt",
-                                            "--data " + text_file() + " --model " + model_file("qwen3") +
-                                                " --batch 4 --seq 16 --steps 4 --warmup 2 --val-every 2 --sample 0 "
-                                                "--tp 2 --sp --zero 1 --optimizer adafactor " +
-                                                ranks + " --out " + run,
-                                            before);
-        INFO(outcome.err);
-        REQUIRE(outcome.status == 0);
+        must_succeed(run_program("train_gpt",
+                                 "--data " + text_file() + " --model " + model_file("qwen3") +
+                                     " --batch 4 --seq 16 --steps 4 --warmup 2 --val-every 2 --sample 0 "
+                                     "--tp 2 --sp --zero 1 --optimizer adafactor " +
+                                     ranks + " --out " + run,
+                                 before));
         return run;
     };
     const std::string threads = train_with("--ranks 4", ""), processes = train_with("", mpirun_command(4));

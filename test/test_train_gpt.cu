@@ -46,22 +46,22 @@ TEST_CASE("a run leaves a log, events, a plot and a checkpoint, and learns", "[p
 TEST_CASE("--trace goes to the folder of the run, also on one rank", "[program][train_gpt]") {
     for (const std::string ranks : {"1", "2"}) {
         const TempFolder folder;
-        const Outcome outcome = run_shell(concat("cd ", folder.path, " && ", program_path("train_gpt"), " --data ",
-                                                 text_file(), kSmall, "--steps 3 --trace 2 --ranks ", ranks));
-        INFO(outcome.err << outcome.out);
-        REQUIRE(outcome.status == 0);
+        const std::string out =
+            must_succeed(run_shell(concat("cd ", folder.path, " && ", program_path("train_gpt"), " --data ",
+                                          text_file(), kSmall, "--steps 3 --trace 2 --ranks ", ranks)));
+        INFO(out);
         CHECK(folder.listing() == "runs");
         CHECK(slurp(folder / "runs/1/trace.png").substr(1, 3) == "PNG");
         const std::string json = slurp(folder / "runs/1/trace.json");
         for (const std::string words : {"forward of block 0", "backward of block 3", "update"}) {
-            CHECK_THAT(outcome.out, ContainsSubstring(words));
+            CHECK_THAT(out, ContainsSubstring(words));
             CHECK_THAT(json, ContainsSubstring(words));
         }
-        CHECK_THAT(outcome.out, ContainsSubstring("runs/1/trace.json") && ContainsSubstring("runs/1/trace.png"));
+        CHECK_THAT(out, ContainsSubstring("runs/1/trace.json") && ContainsSubstring("runs/1/trace.png"));
         // The last step's line says nothing of the time that is left.
-        const std::string last = outcome.out.substr(outcome.out.find("step 3/3"));
+        const std::string last = out.substr(out.find("step 3/3"));
         CHECK(last.substr(0, last.find('\n')).find("left") == std::string::npos);
-        CHECK_THAT(outcome.out, ContainsSubstring(" left"));
+        CHECK_THAT(out, ContainsSubstring(" left"));
     }
 }
 
@@ -86,9 +86,8 @@ TEST_CASE("twenty steps equal seven, a stop, and the others, bit for bit", "[pro
         const bool waits = flags.find("fp16") != std::string::npos || flags.find("fp8") != std::string::npos;
         const std::string ahead = waits ? "" : "--run-ahead on ";
         REQUIRE(train(flags + "--graph on " + ahead + "--out " + whole).status == 0);
-        const Outcome first = train(flags + ahead + "--out " + parts + " --stop-after 7");
-        REQUIRE(first.status == 0);
-        CHECK_THAT(first.out, ContainsSubstring("--resume"));
+        const std::string first = must_succeed(train(flags + ahead + "--out " + parts + " --stop-after 7"));
+        CHECK_THAT(first, ContainsSubstring("--resume"));
         CHECK(read_csv_log(parts + "/log.csv").size() == 7);
         if (variant == saves) {  // and the step after it has not been launched then
             const std::string weights = "/checkpoints/step-00000007/model.safetensors";
@@ -115,9 +114,7 @@ TEST_CASE("--mask-documents changes the run, belongs to it, and needs documents"
     const std::string data = "--data " + (folder / "text") + " ", whole = folder / "whole", parts = folder / "parts",
                       plain = folder / "plain";
     const std::string masked = data + "--mask-documents --micro-batch 1 --recompute 2 ";
-    const Outcome outcome = train(masked + "--out " + whole);
-    INFO(outcome.err);
-    REQUIRE(outcome.status == 0);
+    must_succeed(train(masked + "--out " + whole));
     REQUIRE(train(masked + "--stop-after 10 --out " + parts).status == 0);
     REQUIRE(run_program("train_gpt", "--resume --out " + parts).status == 0);  // without the flag: it is the run's
     check_same_end(whole, parts);
@@ -830,10 +827,8 @@ TEST_CASE("the validation loss depends on neither ranks nor micro-batches", "[pr
     const TempFolder folder;
     const auto val_loss = [&](const std::string& flags) {
         const std::string run = folder / "run";
-        const Outcome outcome =
-            train("--batch 12 --steps 1 --warmup 0 --lr 1e-9 --val-sequences 7 --sample 0 --out " + run + " " + flags);
-        INFO(outcome.err);
-        REQUIRE(outcome.status == 0);
+        must_succeed(
+            train("--batch 12 --steps 1 --warmup 0 --lr 1e-9 --val-sequences 7 --sample 0 --out " + run + " " + flags));
         const double loss = *read_csv_log(run + "/log.csv").back().val_loss;
         std::filesystem::remove_all(run);
         return loss;
@@ -914,10 +909,9 @@ TEST_CASE("token shards are trained on without a tokenizer", "[program][train_gp
          R"({"model_type":"gpt2","vocab_size":50257,"n_positions":64,"n_embd":8,"n_layer":1,"n_head":1,
         "activation_function":"gelu_new","layer_norm_epsilon":1e-5})");
     const std::string model = "--model " + (folder / "model.json") + " --steps 2 --warmup 0 --sample 3 --out ";
-    const Outcome outcome = train(model + (folder / "run") + " --data '" + (folder / "some_*.bin") + "'");
-    INFO(outcome.err);
-    REQUIRE(outcome.status == 0);
-    CHECK_THAT(outcome.out, ContainsSubstring("token ids (there is no --tokenizer to show them as text): "));
+    const std::string said =
+        must_succeed(train(model + (folder / "run") + " --data '" + (folder / "some_*.bin") + "'"));
+    CHECK_THAT(said, ContainsSubstring("token ids (there is no --tokenizer to show them as text): "));
     // A model may have more tokens than there are bytes: a sample with one of the others has ids, too.
     spit(folder / "wide.json",
          R"({"model_type":"gpt2","vocab_size":512,"n_positions":64,"n_embd":8,"n_layer":1,"n_head":1,

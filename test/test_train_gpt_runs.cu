@@ -464,11 +464,8 @@ TEST_CASE("several sources are mixed, documents and all, and a resumed run goes 
     for (int i = 0; i < 100; ++i) spit(folder / concat("text/", 1000 + i), concat("File ", i * i % 97, " of many.\n"));
     const std::string data = concat(" --mask-documents --data ", folder / "text", ":3,", text_file(), ":1 ");
     const std::string whole = folder / "whole", parts = folder / "parts";
-    const Outcome outcome = train(data + "--out " + whole);
-    INFO(outcome.err);
-    REQUIRE(outcome.status == 0);
-    CHECK_THAT(outcome.out,
-               ContainsSubstring("75.0 % of the sequences") && ContainsSubstring("25.0 % of the sequences"));
+    const std::string said = must_succeed(train(data + "--out " + whole));
+    CHECK_THAT(said, ContainsSubstring("75.0 % of the sequences") && ContainsSubstring("25.0 % of the sequences"));
     REQUIRE(train(data + "--stop-after 10 --out " + parts).status == 0);
     const Outcome other = resume(parts, concat("--data ", folder / "text", ":2,", text_file(), ":1"));
     CHECK(one_line_with(line_of(other), "training data are not those"));
@@ -696,11 +693,9 @@ TEST_CASE("the command that continues a run is whole", "[program][train_gpt]") {
     const TempFolder folder;
     const std::string program = program_path("train_gpt"), file = program_file("train_gpt"), run = folder / "a run";
     const std::string printed = program == file ? file : "'" + file + "'";
-    const Outcome threads = train("--ranks 2 --zero 1 --stop-after 2 --out '" + run + "'");
-    INFO(threads.err);
-    REQUIRE(threads.status == 0);
+    const std::string threads = must_succeed(train("--ranks 2 --zero 1 --stop-after 2 --out '" + run + "'"));
     const std::string command = concat(printed, " --out '", run, "' --resume", kUntimed, " --ranks 2 --zero 1\n");
-    CHECK_THAT(threads.out, ContainsSubstring("Continue with:  " + command));
+    CHECK_THAT(threads, ContainsSubstring("Continue with:  " + command));
     if (!have_mpirun()) return;
     // The signal that mpirun passes on to its ranks, with the command that the run prints.
     const Outcome processes =
