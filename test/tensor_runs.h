@@ -46,6 +46,14 @@ struct Runs {
         if (divides && before.empty()) check_account(its.out, flags);
         return path;
     }
+    // A run with `before` to step 5, and on with `after`: its folder.
+    std::string resumed(const std::string& model_name, const std::string& common, const std::string& before,
+                        const std::string& after) {
+        INFO(model_name << " " << common << ": " << before << "-> " << after);
+        const std::string path = run(model_name, common + before + "--stop-after 5 ");
+        must_succeed(outcome(model_name, common + after + "--resume ", path));
+        return path;
+    }
 };
 
 // A model, flags, and words of the one line that refuses them.

@@ -371,9 +371,8 @@ TEST_CASE("generate holds a conversation, plans, and tells a perplexity", "[gene
     CHECK_THAT(system.out, ContainsSubstring("(the prompt has "));
     CHECK(system.out.find("left out") == std::string::npos);
     // A system message of which a message of one letter is as long as there is room has none for an answer.
-    const std::string refused = generate("--chat --system ab --max-length 5").err, before = "it has ";
-    REQUIRE(refused.find(before) != std::string::npos);
-    const int least = std::atoi(&refused[refused.find(before) + before.size()]);
+    const std::string refused = generate("--chat --system ab --max-length 5").err;
+    const int least = static_cast<int>(number_after(refused, "it has "));
     for (const int more : {0, 1})
         CHECK(generate(concat("--chat --system ab --max-length ", least + more, " < /dev/null")).status ==
               (more == 0 ? 2 : 0));

@@ -6,17 +6,6 @@
 
 namespace {
 
-std::string weights_of(const std::string& run) { return slurp(newest_checkpoint(run) + "/model.safetensors"); }
-
-// A run with `before` to step 5, and on with `after`: its folder.
-std::string resumed(Runs& runs, const std::string& model, const std::string& common, const std::string& before,
-                    const std::string& after) {
-    INFO(model << " " << common << ": " << before << "-> " << after);
-    const std::string run = runs.run(model, common + before + "--stop-after 5 ");
-    must_succeed(runs.outcome(model, common + after + "--resume ", run));
-    return run;
-}
-
 // Of two runs on 2 ranks, each of which has written its optimizer's states and fp8's histories.
 void check_same_states(const std::string& a, const std::string& b) {
     for (const std::string file : {"/optimizer-00001-of-00002.safetensors", "/optimizer-00002-of-00002.safetensors"}) {
@@ -42,7 +31,7 @@ TEST_CASE("a checkpoint of --pp goes on with the same bits: other stages, anothe
         {"", "--ranks 2 --pp 2 --pipeline zb-v "},
         {"--ranks 2 --pp 2 --pipeline interleaved ", "--ranks 3 --pp 3 --recompute 1 "}};
     for (const auto& [before, after] : meshes) {
-        const std::string run = resumed(runs, "deep-qwen3", kAdamW, before, after);
+        const std::string run = runs.resumed("deep-qwen3", kAdamW, before, after);
         INFO(before << "-> " << after);
         CHECK(log_without_times(run) == log_without_times(whole));
         CHECK((weights_of(run) == weights_of(whole)));
@@ -59,7 +48,7 @@ TEST_CASE("a checkpoint of --pp goes on with another mesh", "[program][ranks][pi
         {"--ranks 2 --zero 3 ", "--ranks 2 --pp 2 --pipeline dualpipe-v "},
         {"--ranks 2 --pp 2 --pipeline dualpipe ", "--ranks 4 --pp 4 "}};
     for (const auto& [before, after] : meshes)
-        check_same_run(resumed(runs, "deep-gpt2", kAdamW, before, after), whole, 2e-6);
+        check_same_run(runs.resumed("deep-gpt2", kAdamW, before, after), whole, 2e-6);
 }
 
 // The ends of a tied embedding, in two places of the gradients, are one weight in a checkpoint.
@@ -72,7 +61,7 @@ TEST_CASE("a tied embedding's ends stay equal where sums are not in the order of
         if (is_full() && flags.find("--ranks-per-node") != std::string::npos) continue;  // for threads only
         INFO(flags);
         const std::string mesh = "--ranks 6 " + flags, whole = runs.run("deep-gpt2", kAdamW + mesh),
-                          run = resumed(runs, "deep-gpt2", kAdamW, mesh, mesh);
+                          run = runs.resumed("deep-gpt2", kAdamW, mesh, mesh);
         CHECK(log_without_times(run) == log_without_times(whole));
         CHECK((weights_of(run) == weights_of(whole)));
     }
@@ -90,7 +79,7 @@ TEST_CASE("states of every kind, fp8's histories and compression's errors of --p
         {"deep-qwen3", "--dtype fp8 --micro-batch 3 ", "", "--ranks 2 --pp 2 "}};
     for (const auto& [model, flags, before, after] : cases) {
         if (!can_train(flags)) continue;
-        const std::string run = resumed(runs, model, flags, before, after), whole = runs.run(model, flags);
+        const std::string run = runs.resumed(model, flags, before, after), whole = runs.run(model, flags);
         INFO(flags << before << "-> " << after);
         CHECK(log_without_times(run) == log_without_times(whole));
         CHECK((weights_of(run) == weights_of(whole)));
@@ -100,7 +89,7 @@ TEST_CASE("states of every kind, fp8's histories and compression's errors of --p
     if (can_train(fp8))
         check_same_states(runs.run("deep-qwen3", fp8 + mesh + "zb-h2 "), runs.run("deep-qwen3", fp8 + mesh + "1f1b "));
     const std::string errors = "--compress 1bit --micro-batch 2 --ranks 4 --pp 2 ";
-    const std::string whole = runs.run("deep-gpt2", errors), run = resumed(runs, "deep-gpt2", errors, "", "");
+    const std::string whole = runs.run("deep-gpt2", errors), run = runs.resumed("deep-gpt2", errors, "", "");
     CHECK(log_without_times(run) == log_without_times(whole));
     CHECK((weights_of(run) == weights_of(whole)));
     const std::string other = runs.run("deep-gpt2", errors + "--stop-after 5 ");

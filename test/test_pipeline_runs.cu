@@ -49,10 +49,9 @@ struct PipelineRuns {
     }
 };
 
-std::string weights_file(const std::string& run) { return slurp(newest_checkpoint(run) + "/model.safetensors"); }
 void check_same_bits(const std::string& a, const std::string& b) {
     CHECK(log_without_times(a) == log_without_times(b));
-    CHECK((weights_file(a) == weights_file(b)));  // not shown where they differ
+    CHECK((weights_of(a) == weights_of(b)));  // not shown where they differ
 }
 
 const std::vector<std::string> kSynchronous = {"naive", "gpipe", "1f1b",     "interleaved", "zb-h1",
@@ -160,7 +159,7 @@ TEST_CASE("dualpipe has the bits of 1f1b with two data-parallel ranks", "[progra
             const std::string run = runs.run(model, flags + on_pipeline(pp, "dualpipe")),
                               two = runs.run(model, flags + on_pipeline(2, "1f1b", 2));
             CHECK(losses(run) == losses(two));
-            CHECK((weights_file(run) == weights_file(two)));
+            CHECK((weights_of(run) == weights_of(two)));
             check_same_run(run, two, 1e-6);
             // Of a tied embedding the two ends are on both ranks.
             const std::string more = "--optimizer momentum --lr 0.01 ", tied = "long-gpt2";
@@ -172,7 +171,7 @@ TEST_CASE("dualpipe has the bits of 1f1b with two data-parallel ranks", "[progra
     if (!can_train(fp8)) return;
     const std::string run = runs.run("deep-gqa", fp8 + on_pipeline(2, "dualpipe")),
                       two = runs.run("deep-gqa", fp8 + on_pipeline(2, "1f1b", 2));
-    CHECK((weights_file(run) == weights_file(two)));
+    CHECK((weights_of(run) == weights_of(two)));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -508,8 +507,8 @@ TEST_CASE("PipeDream and 2BW with ZeRO 1 or rank 0's optimizer have the weights 
     for (const AsyncRun& its : {AsyncRun{"pipedream", false, "long-llama", {4, 5}, 2, 1, 3, 6},
                                 AsyncRun{"2bw", false, "long-llama", {4, 5}, 2, 2, 3, 6}})
         for (const std::string mode : {"--zero 1 ", "--dp-mode naive "})
-            CHECK((weights_file(runs.run(its.model, its.flags() + mode)) ==
-                   weights_file(runs.run(its.model, its.flags()))));
+            CHECK(
+                (weights_of(runs.run(its.model, its.flags() + mode)) == weights_of(runs.run(its.model, its.flags()))));
 }
 
 TEST_CASE("stale weights: where PipeDream, vertical sync, 2BW and one process differ", "[program][ranks][pipeline]") {

@@ -250,8 +250,7 @@ TEST_CASE("a run with --tp repeats bit for bit, also under strict mode", "[progr
     const std::string flags = "--ranks 4 --tp 4 --sp --tp-overlap --zero 2 --micro-batch 2 ";
     const std::string once = runs.run("qwen3", flags), again = runs.run("qwen3", flags);
     CHECK(log_without_times(once) == log_without_times(again));
-    CHECK(slurp(newest_checkpoint(once) + "/model.safetensors") ==
-          slurp(newest_checkpoint(again) + "/model.safetensors"));
+    CHECK((weights_of(once) == weights_of(again)));
     if (!device().is_cpu) return;
     const std::string few = "--ranks 2 --tp 2 --sp --steps 2 --warmup 1 --val-every 0 ";
     int seed = 0;
@@ -271,11 +270,9 @@ TEST_CASE("a run of machines that end inside a group of --tp goes on with the sa
          {"--ranks 6 --tp 2 --ranks-per-node 3 ", "--ranks 6 --tp 3 --sp --ranks-per-node 4 "}) {
         INFO(mesh);
         const std::string flags = "--optimizer adamw --eps 1e-4 --all-reduce two-level " + mesh;
-        const std::string whole = runs.run("gpt2", flags), run = runs.run("gpt2", flags + "--stop-after 5 ");
-        REQUIRE(runs.outcome("gpt2", flags + "--resume ", run).status == 0);
+        const std::string whole = runs.run("gpt2", flags), run = runs.resumed("gpt2", flags, "", "");
         CHECK(log_without_times(run) == log_without_times(whole));
-        CHECK((slurp(newest_checkpoint(run) + "/model.safetensors") ==
-               slurp(newest_checkpoint(whole) + "/model.safetensors")));
+        CHECK((weights_of(run) == weights_of(whole)));
     }
 }
 
@@ -292,9 +289,7 @@ TEST_CASE("a checkpoint goes on with another --tp", "[program][ranks][tensor_par
         for (const auto& [before, after] : meshes) {
             if (model == "biases" && after.find("--tp 3") != std::string::npos) continue;  // 4 key heads
             INFO(model << ": " << before << "-> " << after);
-            const std::string run = runs.run(model, adamw + before + "--stop-after 5 ");
-            must_succeed(runs.outcome(model, adamw + after + "--resume ", run));
-            check_same_run(run, whole, 2e-6);
+            check_same_run(runs.resumed(model, adamw, before, after), whole, 2e-6);
         }
     }
 }
@@ -311,10 +306,8 @@ TEST_CASE("states of optimizers that see whole matrices go on with another mesh"
         {"gpt2", "--optimizer muon --lr 1e-2 ", "", "--ranks 4 --tp 2 --zero 1 "}};
     for (const auto& [model, optimizer, before, after] : cases) {
         INFO(model << " " << optimizer << ": " << before << "-> " << after);
-        const std::string whole = runs.run(model, optimizer),
-                          run = runs.run(model, optimizer + before + "--stop-after 5 ");
-        must_succeed(runs.outcome(model, optimizer + after + "--resume ", run));
-        check_same_run(run, whole, 2e-6);
+        const std::string whole = runs.run(model, optimizer);
+        check_same_run(runs.resumed(model, optimizer, before, after), whole, 2e-6);
     }
 }
 
@@ -348,8 +341,7 @@ TEST_CASE("adam8bit's blocks lie in the parts of --tp, and go on with the same",
     }
     must_succeed(runs.outcome("gpt2", four + "--zero 3 --resume ", run));
     CHECK(log_without_times(run) == log_without_times(whole));
-    CHECK((slurp(newest_checkpoint(run) + "/model.safetensors") ==
-           slurp(newest_checkpoint(whole) + "/model.safetensors")));
+    CHECK((weights_of(run) == weights_of(whole)));
 }
 
 TEST_CASE("fp8's histories are of whole tensors, whoever has the parts", "[program][ranks][tensor_parallel][fp8]") {
@@ -375,8 +367,7 @@ TEST_CASE("fp8's histories are of whole tensors, whoever has the parts", "[progr
     const std::string mesh = flags + "--ranks 2 --tp 2 ", whole = runs.run("even-gqa", mesh),
                       run = runs.run("even-gqa", mesh + "--stop-after 1 ");
     must_succeed(runs.outcome("even-gqa", mesh + "--resume ", run));
-    CHECK((slurp(newest_checkpoint(run) + "/model.safetensors") ==
-           slurp(newest_checkpoint(whole) + "/model.safetensors")));
+    CHECK((weights_of(run) == weights_of(whole)));
     // Weights that come with each visit are quantised then, and their largest values found over the ranks again.
     for (const char* recipe : {"current", "delayed"})
         runs.run("even-gqa",
@@ -400,8 +391,7 @@ TEST_CASE("--tp has the same bits under mpirun and as threads", "[program][ranks
     };
     const std::string threads = train_with("--ranks 4", ""), processes = train_with("", mpirun_command(4));
     CHECK(log_without_times(threads) == log_without_times(processes));
-    CHECK((slurp(newest_checkpoint(threads) + "/model.safetensors") ==
-           slurp(newest_checkpoint(processes) + "/model.safetensors")));
+    CHECK((weights_of(threads) == weights_of(processes)));
 }
 
 TEST_CASE("the sample of a divided model is that of one process", "[program][ranks][tensor_parallel]") {

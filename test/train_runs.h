@@ -40,6 +40,8 @@ inline std::string newest_checkpoint(const std::string& run) {
     return *found;
 }
 
+inline std::string weights_of(const std::string& run) { return slurp(newest_checkpoint(run) + "/model.safetensors"); }
+
 // The rows of log.csv without the columns that measure time.
 inline std::string log_without_times(const std::string& run) {
     std::string text;
