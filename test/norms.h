@@ -5,6 +5,8 @@
 #include "layers/norm.cuh"
 #include "reference.h"
 
+#include <utility>
+
 namespace {
 
 using Values = std::vector<double>;
