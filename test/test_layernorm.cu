@@ -1,5 +1,5 @@
 // test/test_layernorm.cu: LayerNorm against float64, with and without the fused residual add.
-#include "norms.h"
+#include "norms.cuh"
 
 namespace {
 

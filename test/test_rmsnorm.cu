@@ -1,5 +1,5 @@
 // test/test_rmsnorm.cu: RMSNorm against float64, with and without the fused residual add.
-#include "norms.h"
+#include "norms.cuh"
 
 namespace {
 

@@ -1,4 +1,4 @@
-// test/norms.h: what the tests of LayerNorm and RMSNorm have in common.
+// test/norms.cuh: what the tests of LayerNorm and RMSNorm have in common.
 #pragma once
 
 #include "layers/layers.h"
