@@ -197,6 +197,9 @@ bool is_there(const std::string& path) {
     std::error_code error;
     const bool there = std::filesystem::exists(path, error);
     check(!error || error == std::errc::filename_too_long, "cannot open ", path, ": ", error.message());
+    // As a cache of downloads has it that has lost a file: without a word, a model would have no end of its answers.
+    check(there || !std::filesystem::is_symlink(path, error), path,
+          ": this link leads nowhere: fetch the file, or remove the link");
     return there;
 }
 bool is_folder(const std::string& path) {

@@ -447,6 +447,8 @@ TEST_CASE("what cannot be looked for is not taken for missing") {
     const std::string link = folder / "link";
     std::filesystem::create_symlink("link", link);
     CHECK(one_line_with(error_of([&] { is_there(link); }), "cannot open " + link, "Too many levels"));
+    std::filesystem::create_symlink(folder / "lost", folder / "generation_config.json");
+    CHECK(one_line_with(error_of([&] { is_there(folder / "generation_config.json"); }), "this link leads nowhere"));
     CHECK(is_there(folder.path));
     for (const std::string& nothing : {folder / "file", folder / "a/b", folder / std::string(300, 'x'), std::string()})
         CHECK_FALSE(is_there(nothing));
