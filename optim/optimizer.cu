@@ -11,7 +11,7 @@ struct Entry {
     MakeOptimizer* make;
     double lr;
     int64_t granularity;
-    std::vector<std::string> reads;  // of hyperparameters(), beside weight decay
+    std::vector<float OptimizerOptions::*> reads;  // of hyperparameters(), beside weight decay
     OptimizerOptions defaults;
 };
 
@@ -19,18 +19,19 @@ struct Entry {
 // the usual ones for language models, or else those of the paper or of PyTorch. Lion's steps are all of length lr, so
 // its lr is smaller than AdamW's, and its weight decay larger.
 const std::vector<Entry>& entries() {
+    using O = OptimizerOptions;
     static const std::vector<Entry> table = {
         {"sgd", make_sgd, 0.3, kTileN, {}, {.weight_decay = 0}},
-        {"momentum", make_momentum, 0.1, kTileN, {"momentum"}, {.weight_decay = 0}},
-        {"nesterov", make_nesterov, 0.1, kTileN, {"momentum"}, {.weight_decay = 0}},
-        {"adagrad", make_adagrad, 1e-2, kTileN, {"eps"}, {.weight_decay = 0, .eps = 1e-10f}},
-        {"rmsprop", make_rmsprop, 1e-3, kTileN, {"beta2", "eps"}, {.weight_decay = 0, .beta2 = 0.99f}},
-        {"adam", make_adam, 3e-3, kTileN, {"beta1", "beta2", "eps"}, {.weight_decay = 0, .beta2 = 0.999f}},
-        {"adamw", make_adamw, 3e-3, kTileN, {"beta1", "beta2", "eps"}, {}},
-        {"adafactor", make_adafactor, 3e-2, 0, {"eps"}, {.weight_decay = 0, .eps = 1e-30f}},
-        {"lion", make_lion, 1e-3, kTileN, {"beta1", "beta2"}, {.weight_decay = 1, .beta2 = 0.99f}},
-        {"muon", make_muon, 5e-2, 0, {"momentum", "beta1", "beta2", "eps"}, {.momentum = 0.95f}},
-        {"adam8bit", make_adam8bit, 3e-3, kTileN, {"beta1", "beta2", "eps"}, {}},
+        {"momentum", make_momentum, 0.1, kTileN, {&O::momentum}, {.weight_decay = 0}},
+        {"nesterov", make_nesterov, 0.1, kTileN, {&O::momentum}, {.weight_decay = 0}},
+        {"adagrad", make_adagrad, 1e-2, kTileN, {&O::eps}, {.weight_decay = 0, .eps = 1e-10f}},
+        {"rmsprop", make_rmsprop, 1e-3, kTileN, {&O::beta2, &O::eps}, {.weight_decay = 0, .beta2 = 0.99f}},
+        {"adam", make_adam, 3e-3, kTileN, {&O::beta1, &O::beta2, &O::eps}, {.weight_decay = 0, .beta2 = 0.999f}},
+        {"adamw", make_adamw, 3e-3, kTileN, {&O::beta1, &O::beta2, &O::eps}, {}},
+        {"adafactor", make_adafactor, 3e-2, 0, {&O::eps}, {.weight_decay = 0, .eps = 1e-30f}},
+        {"lion", make_lion, 1e-3, kTileN, {&O::beta1, &O::beta2}, {.weight_decay = 1, .beta2 = 0.99f}},
+        {"muon", make_muon, 5e-2, 0, {&O::momentum, &O::beta1, &O::beta2, &O::eps}, {.momentum = 0.95f}},
+        {"adam8bit", make_adam8bit, 3e-3, kTileN, {&O::beta1, &O::beta2, &O::eps}, {}},
     };
     return table;
 }
@@ -147,7 +148,8 @@ const std::vector<Hyperparameter>& hyperparameters() {
 std::vector<std::string> optimizers_that_read(const Hyperparameter& hyperparameter) {
     std::vector<std::string> names;
     for (const Entry& e : entries())
-        if (hyperparameter.name == "weight-decay" || std::ranges::count(e.reads, hyperparameter.name) > 0)
+        if (hyperparameter.field == &OptimizerOptions::weight_decay ||
+            std::ranges::count(e.reads, hyperparameter.field) > 0)
             names.push_back(e.name);
     return names;
 }

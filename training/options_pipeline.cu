@@ -50,12 +50,9 @@ void check_schedule_flags(TrainOptions& o, const TypedFlags& typed) {
     check(o.chunks <= kMostPairs, "--chunks ", o.chunks, ": a rank has at most ", kMostPairs, " stages");
     check(o.memory_limit >= 0, "--memory-limit must not be negative");
     const bool all = o.draw && o.pipeline == "all";
-    if (const auto& known = schedule_names_of_pipelines();
-        !all && std::find(known.begin(), known.end(), o.pipeline) == known.end()) {
-        std::string names;
-        for (const std::string& name : known) names += (names.empty() ? "" : ", ") + name;
-        fail("--pipeline ", o.pipeline, ": use ", names, o.draw ? ", or all" : "");
-    }
+    const std::vector<std::string>& known = schedule_names_of_pipelines();
+    check(all || std::ranges::count(known, o.pipeline) > 0, "--pipeline ", o.pipeline, ": use ", comma_list(known),
+          o.draw ? ", or all" : "");
     o.asynchronous = is_asynchronous_pipeline(o.pipeline);
     read_times(o, typed.times);
     const auto check_belongs = [&](const char* flag, bool belongs, const char* to) {
