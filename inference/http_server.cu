@@ -33,6 +33,11 @@ std::string pattern_of(const std::string& path) {
     }
     return pattern;
 }
+bool matches(const Route& route, const std::string& path) {
+    if (!route.path.ends_with("/*")) return path == route.path;
+    const std::string folder = route.path.substr(0, route.path.size() - 1);
+    return path.starts_with(folder) && path.size() > folder.size();
+}
 
 // As HTTP compares names: without case.
 bool begins(const std::string& text, std::string_view words) {
@@ -81,20 +86,17 @@ struct HttpServer::Impl : httplib::Server {
             const int yes = 1;
             ::setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
         });
-        for (const Route& route : routes_) {
-            if (route.method == "GET")
-                Get(pattern_of(route.path),
-                    [this, &route](const httplib::Request& request, httplib::Response& response) {
-                        respond(route, request, response, nullptr);
-                    });
-            else
+        for (const Route& route : routes_)
+            if (route.method == "POST")
                 Post(pattern_of(route.path),
                      [this, &route](const httplib::Request& request, httplib::Response& response,
                                     const httplib::ContentReader& body) { respond(route, request, response, &body); });
-        }
-        // Before the body is read.
+        // Before the body is read. Only a POST has one that matters.
         set_pre_routing_handler([this](const httplib::Request& request, httplib::Response& response) {
-            if (has_clear_length(request, response) && has_route(request, response)) return HandlerResponse::Unhandled;
+            if (!has_clear_length(request, response)) return HandlerResponse::Handled;
+            const Route* const route = find_route(request, response);
+            if (route && route->method == "POST") return HandlerResponse::Unhandled;
+            if (route) respond(*route, request, response, nullptr);
             return HandlerResponse::Handled;
         });
         // Errors that the library finds.
@@ -196,12 +198,12 @@ struct HttpServer::Impl : httplib::Server {
         if (!wrong.empty()) write_error(response, {400, wrong});
         return wrong.empty();
     }
-    // Otherwise the response tells why not.
-    bool has_route(const httplib::Request& request, httplib::Response& response) const {
+    // nullptr: there is none, and the response tells why.
+    const Route* find_route(const httplib::Request& request, httplib::Response& response) const {
         std::string methods;
         for (const Route& route : routes_) {
-            if (route.path != request.path) continue;
-            if (route.method == (request.method == "HEAD" ? "GET" : request.method)) return true;
+            if (!matches(route, request.path)) continue;
+            if (route.method == (request.method == "HEAD" ? "GET" : request.method)) return &route;
             methods += (methods.empty() ? "" : ", ") + route.method;
         }
         if (methods.empty()) {
@@ -210,7 +212,7 @@ struct HttpServer::Impl : httplib::Server {
             write_error(response, {405, request.path + " has no " + request.method + ": use " + methods});
             response.set_header("Allow", methods);
         }
-        return false;
+        return nullptr;
     }
     static void explain(httplib::Response& response) {
         const int failure = Connection::current()->failure(), status = failure != 0 ? failure : response.status;
@@ -244,7 +246,7 @@ struct HttpServer::Impl : httplib::Server {
         if (route.needs_key && !options_.api_key.empty() &&
             !(begins(key, scheme) && same_key(key.substr(scheme.size()), options_.api_key)))
             throw HttpError(401, "the key is missing or wrong: send \"Authorization: Bearer KEY\"", "invalid_api_key");
-        const HttpRequest mine{body ? read_body(request, *body) : "",
+        const HttpRequest mine{request.path, body ? read_body(request, *body) : "",
                                [fd = Connection::current()->socket()] { return client_is_gone(fd); }};
         HttpReply reply = route.handler(mine);
         if (!reply.next_piece) return response.set_content(reply.body, reply.type.c_str());

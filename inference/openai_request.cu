@@ -231,17 +231,20 @@ void refuse_unsupported(Fields& fields, bool chat, const TextRequest& request) {
 
 }  // namespace
 
+void ServedModel::expect_name(const std::string& asked) const {
+    if (asked == name) return;
+    throw HttpError(
+        404, concat("there is no model ", JsonText(asked).str(), " here: this server has ", JsonText(name).str()),
+        "model_not_found", "model");
+}
+
 ApiRequest read_api_request(const ServedModel& served, bool chat, const std::string& body) {
     const Json::Value object = parse_json(body, "the body", kMaxDepth);
     if (!object.isObject()) throw HttpError(400, "the body is not a JSON object");
     Fields fields(object);
     std::string model = served.name;
     fields.read("model", model, "a string");
-    if (model != served.name)
-        throw HttpError(
-            404,
-            concat("there is no model ", JsonText(model).str(), " here: this server has ", JsonText(served.name).str()),
-            "model_not_found", "model");
+    served.expect_name(model);
     ApiRequest api;
     api.chat = chat;
     fields.read("stream", api.stream, "true or false");

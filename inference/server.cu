@@ -49,6 +49,11 @@ HttpReply stream(const std::shared_ptr<EngineLoop::Submission>& submission, cons
     return reply;
 }
 
+HttpReply model_of_path(const ServedModel& served, const HttpRequest& http) {
+    served.expect_name(http.path.substr(std::string("/v1/models/").size()));
+    return {"application/json", model_json(served)};
+}
+
 HttpReply complete(const ServedModel& served, EngineLoop& engine, bool chat, const HttpRequest& http) {
     const ApiRequest request = read_api_request(served, chat, http.body);
     const auto answer = std::make_shared<ApiAnswer>(served, request);
@@ -74,7 +79,7 @@ std::vector<Route> routes(const ServedModel& served, EngineLoop& engine, const M
             get("/metrics", "text/plain; version=0.0.4", true, [&] { return metrics.text(engine.view()); }),
             get("/engine", json, true, [&] { return engine_json(served, engine.view(), metrics.answer_tokens()); }),
             get("/v1/models", json, true, [&] { return models_json(served); }),
-            get("/v1/models/" + served.name, json, true, [&] { return model_json(served); }),
+            {"GET", "/v1/models/*", [&](const HttpRequest& http) { return model_of_path(served, http); }},
             {"POST", "/v1/completions", [&](const HttpRequest& http) { return complete(served, engine, false, http); }},
             {"POST", "/v1/chat/completions",
              [&](const HttpRequest& http) { return complete(served, engine, true, http); }}};

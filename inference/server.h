@@ -30,7 +30,7 @@ struct HttpError : Error {
 // http_server.cu
 
 struct HttpRequest {
-    std::string body;
+    std::string path, body;
     std::function<bool()> client_is_gone;
 };
 struct HttpReply {
@@ -39,7 +39,7 @@ struct HttpReply {
     std::function<bool(std::string& piece)> next_piece = {};
 };
 struct Route {
-    std::string method, path;
+    std::string method, path;  // a path that ends in /* is that of everything below it
     std::function<HttpReply(const HttpRequest& request)>
         handler;  // may throw HttpError, or Error: that is a status of 400
     bool needs_key = true;
@@ -218,7 +218,8 @@ struct ServedModel {
     const GenerateOptions& options;  // what a request does not say is as the flags are
     const ChatTemplate& chat_template;
     std::string name;
-    int64_t created;  // seconds since 1970
+    int64_t created;                                   // seconds since 1970
+    void expect_name(const std::string& asked) const;  // HttpError 404 for another model
 };
 
 struct ApiRequest {

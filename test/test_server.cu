@@ -672,6 +672,10 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
         CHECK(ask(server, http("GET", target)).status == 200);
     refused(ask(server, http("GET", "http://test/v2")), 404, "nothing at /v2");
     refused(ask(server, http("GET", "/v2")), 404, "nothing at /v2");
+    refused(ask(server, http("GET", "/v1/models/", "", key)), 404, "nothing at /v1/models/");
+    const Reply other_model = ask(server, http("GET", "/v1/models/a%20b", "", key));
+    refused(other_model, 404, "no model \"a b\"", "model");
+    CHECK(other_model.object()["error"]["code"] == "model_not_found");
     const Reply wrong_method = ask(server, http("GET", "/v1/completions"));
     refused(wrong_method, 405, "use POST");
     CHECK(wrong_method.head.find("Allow: POST") != std::string::npos);
