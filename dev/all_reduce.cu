@@ -19,9 +19,6 @@
 
 namespace {
 
-constexpr AllReduce kAlgorithms[] = {AllReduce::library, AllReduce::ring, AllReduce::tree, AllReduce::halving,
-                                     AllReduce::two_level};
-
 // Median over rounds of the time until the slowest rank is done.
 template <class F>
 double race(Comm& comm, int n_rounds, F&& f) {
@@ -54,7 +51,7 @@ void race_all(Comm& world, int64_t max_n, const std::string& folder) {
     cudaCheck(cudaMalloc(&y.data, y.bytes()));
     fill_constant(x, 0);
     Arena scratch("communication");
-    for (const AllReduce algorithm : kAlgorithms)
+    for (const AllReduce algorithm : all_reduce_algorithms())
         world.count_memory([&] {
             world.algorithm = algorithm;
             world.all_reduce(x, stream);
@@ -75,14 +72,14 @@ void race_all(Comm& world, int64_t max_n, const std::string& folder) {
     plot.x_label = "bytes";
     plot.y_label = "microseconds";
     plot.log_x = plot.log_y = true;
-    for (const AllReduce algorithm : kAlgorithms)
+    for (const AllReduce algorithm : all_reduce_algorithms())
         plot.series.push_back({all_reduce_name(algorithm), {}, {}, true, true});
     plot.series.push_back({concat("2(n-1)/n N at ", human_bytes(bytes_per_s), "/s"), {}, {}});
 
     if (prints) {
         std::printf("\n%d ranks, microseconds; a message: %s/s and rank\n%12s", n_ranks,
                     human_bytes(bytes_per_s).c_str(), "bytes");
-        for (const AllReduce algorithm : kAlgorithms) std::printf("%12s", all_reduce_name(algorithm));
+        for (const AllReduce algorithm : all_reduce_algorithms()) std::printf("%12s", all_reduce_name(algorithm));
         std::printf("%12s\n", "limit");
     }
     for (int64_t n = std::min<int64_t>(1024, max_n); n <= max_n; n *= 4) {
@@ -91,9 +88,9 @@ void race_all(Comm& world, int64_t max_n, const std::string& folder) {
         if (prints) std::printf("%12s", human_bytes(bytes).c_str());
         for (size_t i = 0; i < plot.series.size(); ++i) {
             double s = 2.0 * (n_ranks - 1) / n_ranks * bytes / bytes_per_s;
-            if (i < std::size(kAlgorithms))
+            if (i < all_reduce_algorithms().size())
                 s = race(world, n <= 65536 ? 15 : 5, [&] {
-                    world.algorithm = kAlgorithms[i];
+                    world.algorithm = all_reduce_algorithms()[i];
                     world.all_reduce(part, stream);
                 });
             plot.series[i].x.push_back(bytes);

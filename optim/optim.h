@@ -41,6 +41,8 @@ Schedule begin_schedule(Schedule schedule, int64_t step, int64_t until);
 double learning_rate(const Schedule& schedule, int64_t step);
 void check_schedule(const Schedule& schedule);  // Error for an unknown name, warmup > steps, ...
 std::vector<std::string> schedule_names();
+// Of a field that not all of them read: &Schedule::min_ratio or &Schedule::decay_fraction.
+std::vector<std::string> schedules_that_read(double Schedule::*field);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // grad_clip.cu: clipping by the global norm                                   (Pascanu et al. 2013, arXiv:1211.5063)

@@ -34,9 +34,12 @@ struct Entry {
     const char* name;
     double (*descent)(const Schedule& schedule, double s);
     bool is_stretched;  // for a run that is given other steps; otherwise it is as if the run had begun with them
+    bool reads_min_ratio = true, reads_decay_fraction = false;
 };
-constexpr Entry kTable[] = {
-    {"constant", constant, false}, {"linear", linear, true}, {"cosine", cosine, true}, {"wsd", wsd, false}};
+constexpr Entry kTable[] = {{"constant", constant, false, false},
+                            {"linear", linear, true},
+                            {"cosine", cosine, true},
+                            {"wsd", wsd, false, true, true}};
 
 const Entry& entry(const std::string& name) {
     for (const Entry& e : kTable)
@@ -55,6 +58,13 @@ double position_of(const Schedule& s, int64_t step) {
 std::vector<std::string> schedule_names() {
     std::vector<std::string> names;
     for (const Entry& e : kTable) names.push_back(e.name);
+    return names;
+}
+
+std::vector<std::string> schedules_that_read(double Schedule::*field) {
+    std::vector<std::string> names;
+    for (const Entry& e : kTable)
+        if (field == &Schedule::min_ratio ? e.reads_min_ratio : e.reads_decay_fraction) names.push_back(e.name);
     return names;
 }
 

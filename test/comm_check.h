@@ -12,9 +12,6 @@
 
 namespace comm_check {
 
-constexpr AllReduce kAlgorithms[] = {AllReduce::library, AllReduce::ring, AllReduce::tree, AllReduce::halving,
-                                     AllReduce::two_level};
-
 // Device memory in an allocation of its own, so that strict mode's guard page finds an access beyond its end.
 struct Buffer {
     Tensor tensor;
@@ -34,7 +31,7 @@ struct CommMemory {
                      even = make_tensor(nullptr, DType::f32, {round_up(n, comm.size)}),
                      piece = make_tensor(nullptr, DType::f32, {even.n() / comm.size});
         const AllReduce chosen = comm.algorithm;
-        for (const AllReduce algorithm : kAlgorithms) {
+        for (const AllReduce algorithm : all_reduce_algorithms()) {
             comm.algorithm = algorithm;
             comm.count_memory([&] {
                 comm.all_reduce(x, nullptr);
@@ -236,7 +233,7 @@ inline void check_all(Comm& comm, const std::vector<int64_t>& sizes, cudaStream_
     int64_t longest = 0;
     for (const int64_t n : sizes) longest = std::max(longest, n > 10000 ? n : n * comm.size);
     const CommMemory memory(comm, longest);
-    for (const AllReduce algorithm : kAlgorithms)
+    for (const AllReduce algorithm : all_reduce_algorithms())
         for (const int64_t n : sizes)
             for (const DType dtype : {DType::f32, DType::bf16, DType::f16, DType::i32}) {
                 if (n > 10000 && dtype != DType::f32 && (dtype != DType::bf16 || algorithm != AllReduce::ring))

@@ -57,35 +57,16 @@ void record(const std::vector<float>& x) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Results
 
-// comm.cu knows the algorithms by name; the other lists of them are compared with that one.
-TEST_CASE("every list of the all_reduce algorithms has all of them", "[comm][docs]") {
-    std::string known = error_of(threads(1), [](Comm&) { all_reduce_from_name("none"); });
-    const std::string before = ": use ";
-    REQUIRE(known.find(before) != std::string::npos);
-    known = known.substr(known.find(before) + before.size());
-    std::string tested;
-    for (const AllReduce algorithm : comm_check::kAlgorithms)
-        tested += concat(tested.empty() ? "" : ", ", all_reduce_name(algorithm));
-    INFO("kAlgorithms in test/comm_check.h: the tests of all_reduce go through it");
-    CHECK(tested == known);
-    const auto check_named = [](const std::string& path, const std::string& text, const std::string& name) {
-        INFO(path << " does not have " << name);
-        CHECK(text.find(name) != std::string::npos);
-    };
-    const std::string flags = slurp("doc/flags.md");
-    const size_t first = flags.find("\n  --all-reduce ");
-    REQUIRE(first != std::string::npos);
-    const std::string help = flags.substr(first, flags.find("\n  --", first + 1) - first);
-    std::istringstream names(known);
-    for (std::string name; std::getline(names >> std::ws, name, ',');) {
-        std::string enumerator = "AllReduce::" + name;
-        std::replace(enumerator.begin(), enumerator.end(), '-', '_');
-        check_named("dev/all_reduce.cu", slurp("dev/all_reduce.cu"), enumerator);
-        check_named("the help of --all-reduce (training/options.cu; then make flags)", help, name);
+TEST_CASE("documents and whole runs have every algorithm of all_reduce", "[comm][docs]") {
+    for (const std::string& name : all_reduce_names()) {
         if (name == "library") continue;
-        check_named("doc/ranks.md", slurp("doc/ranks.md"), name);
+        const auto check_named = [](const std::string& path, const std::string& what) {
+            INFO(path << " does not have " << what);
+            CHECK(slurp(path).find(what) != std::string::npos);
+        };
+        check_named("doc/ranks.md", name);
         for (const std::string path : {"test/golden/runs/runs.txt", "test/test_ranks.cu"})
-            check_named(path, slurp(path), "--all-reduce " + name);
+            check_named(path, "--all-reduce " + name);
     }
 }
 
@@ -155,7 +136,7 @@ TEST_CASE("the memory of a call is enough for a shorter one, of which a rank has
             check(comm->rank != 0 || sums == std::vector<float>(1024, static_cast<float>(n)), "other sums");
         };
         for (const DType dtype : {DType::f32, DType::bf16}) {
-            for (const AllReduce algorithm : comm_check::kAlgorithms)
+            for (const AllReduce algorithm : all_reduce_algorithms())
                 try_it(dtype, [&](Comm& comm, const Tensor& x) {
                     comm.algorithm = algorithm;
                     comm.all_reduce(x, device().stream);
@@ -189,7 +170,7 @@ TEST_CASE("what an all_reduce of 4 ranks sends is what the files of the algorith
     run_ranks(threads(4), [&](Comm& world) {
         const comm_check::Buffer x(DType::f32, n);
         const comm_check::CommMemory memory(world, n);
-        for (const AllReduce algorithm : comm_check::kAlgorithms) {
+        for (const AllReduce algorithm : all_reduce_algorithms()) {
             world.algorithm = algorithm;
             const int64_t before = world.traffic().sent;
             world.all_reduce(x.tensor, device().stream);
@@ -210,7 +191,7 @@ TEST_CASE("all_reduce repeats bit for bit, and the library's is reduce_scatter a
             comm_check::inputs(comm_check::Values::fractions, world.rank, piece * n, DType::f32);
         comm_check::Buffer x(DType::f32, piece * n), y(DType::f32, piece), z(DType::f32, piece * n);
         const comm_check::CommMemory memory(world, piece * n);
-        for (const AllReduce algorithm : comm_check::kAlgorithms) {
+        for (const AllReduce algorithm : all_reduce_algorithms()) {
             world.algorithm = algorithm;
             std::vector<float> first;
             for (int i = 0; i < 3; ++i) {

@@ -68,16 +68,14 @@ bool has_turn(const std::string& schedule) { return schedule == "zb-v" || schedu
 // Synchronous schedules
 
 TEST_CASE(
-    "the options know each schedule's stages, and which have updates; the others are among those that are trained",
+    "the table of schedules knows their stages, and which have updates; the others are among those that are trained",
     "[pipeline]") {
     for (const std::string& name : schedule_names_of_pipelines()) {
-        INFO(name << ": training/options_pipeline.cu, and kSynchronous in this file");
+        INFO(name << ": the table in parallel/pipeline/schedules.cu, and kSynchronous in this file");
         ScheduleOptions options;
         options.name = name, options.p = 4, options.m = 8, options.per_update = 4;
         const PipelineSchedule table = make_schedule(options);
-        TrainOptions o;
-        o.pp = 4, o.pipeline = name;
-        CHECK(n_pipeline_stages(o) == table.n_stages);
+        CHECK(4 * stages_per_rank(options) == table.n_stages);
         CHECK(is_asynchronous_pipeline(name) == table.asynchronous);
         CHECK(std::ranges::count(kSynchronous, name) == (table.asynchronous ? 0 : 1));
     }
@@ -452,8 +450,7 @@ void check_against_oracle(PipelineRuns& runs, const AsyncRun& its) {
     for (int first = 1; first <= its.steps; first += its.flush_every) {
         const int n = std::min(its.flush_every, its.steps - first + 1);
         oracle.segment(first, n);
-        char step[32];
-        std::snprintf(step, sizeof step, "step-%08d", first + n - 1);
+        const std::string step = format("step-%08d", first + n - 1);
         INFO(step);
         check_weights(oracle.model(), run + "/checkpoints/" + step);
     }

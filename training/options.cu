@@ -244,7 +244,7 @@ void add_rank_options(CommandLine& line, TrainOptions& o, TypedFlags& typed) {
     ranks.option("--compress-rank", o.data_parallel.compress.rank,
                  "powersgd: rank of the approximation of a matrix, 1 to 16");
     ranks.option("--comm", o.ranks.comm, "transport of the messages: auto, threads, mpi or nccl");
-    ranks.option("--all-reduce", o.ranks.all_reduce, "algorithm: library, ring, tree, halving or two-level");
+    ranks.option("--all-reduce", o.ranks.all_reduce, "algorithm: " + listed(all_reduce_names()));
     ranks.option("--ranks-per-node", o.ranks.ranks_per_node,
                  "threads: treat this many ranks as one machine (for two-level); 0: all");
     ranks.option(
@@ -310,8 +310,10 @@ void add_optimizer_options(CommandLine& line, TrainOptions& o, TypedFlags& typed
                      "--init a tenth of it");
     optimizer.option("--schedule", o.schedule.name, "of the learning rate: " + listed(schedule_names()));
     optimizer.option("--warmup", o.schedule.warmup, "steps of linear warmup; -1: a twentieth of the steps");
-    optimizer.option("--min-lr-ratio", o.schedule.min_ratio, "last learning rate / highest");
-    optimizer.option("--decay-fraction", o.schedule.decay_fraction, "wsd: share of the steps that decay");
+    optimizer.option("--min-lr-ratio", o.schedule.min_ratio,
+                     comma_list(schedules_that_read(&Schedule::min_ratio)) + ": last learning rate / highest");
+    optimizer.option("--decay-fraction", o.schedule.decay_fraction,
+                     comma_list(schedules_that_read(&Schedule::decay_fraction)) + ": share of the steps that decay");
     optimizer.option("--optimizer", o.optimizer, listed(optimizer_names()));
     for (const Hyperparameter& h : hyperparameters()) {
         const std::vector<std::string> readers = optimizers_that_read(h);

@@ -224,15 +224,15 @@ void check_effects(const TrainOptions& o, const TypedFlags& typed) {
         check_effect(flag, o.loss_scale.dynamic, "on a constant loss scale: use --dtype fp16 --loss-scale dynamic");
     check_effect("--compress-rank", o.data_parallel.compress.kind == Compression::power_sgd,
                  concat("with --compress ", typed.compress, ": use --compress powersgd"));
-    check_effect("--decay-fraction", o.schedule.name == "wsd",
-                 concat("with --schedule ", o.schedule.name, ": use --schedule wsd"));
-    check_effect("--min-lr-ratio", o.schedule.name != "constant",
-                 "with --schedule constant: use linear, cosine or wsd");
-    for (const Hyperparameter& h : hyperparameters()) {
-        const std::vector<std::string> readers = optimizers_that_read(h);
-        check_effect("--" + h.name, std::ranges::count(readers, o.optimizer) > 0,
-                     concat("with --optimizer ", o.optimizer, ": use ", comma_list(readers)));
-    }
+    const auto check_read = [&](const std::string& flag, const std::vector<std::string>& readers, const std::string& by,
+                                const std::string& chosen) {
+        check_effect(flag, std::ranges::count(readers, chosen) > 0,
+                     concat("with ", by, " ", chosen, ": use ", by, " ", comma_list(readers)));
+    };
+    check_read("--min-lr-ratio", schedules_that_read(&Schedule::min_ratio), "--schedule", o.schedule.name);
+    check_read("--decay-fraction", schedules_that_read(&Schedule::decay_fraction), "--schedule", o.schedule.name);
+    for (const Hyperparameter& h : hyperparameters())
+        check_read("--" + h.name, optimizers_that_read(h), "--optimizer", o.optimizer);
     check_effect("--val-fraction", o.val.empty(), "beside --val, which is all that is held out: leave --val out");
     check_effect("--ranks-per-node", all_reduce_from_name(o.ranks.all_reduce) == AllReduce::two_level,
                  concat("with --all-reduce ", o.ranks.all_reduce, ": use --all-reduce two-level"));

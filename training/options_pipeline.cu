@@ -103,8 +103,6 @@ void check_asynchronous(const TrainOptions& o) {
 
 }  // namespace
 
-bool is_asynchronous_pipeline(const std::string& name) { return name == "pipedream" || name == "2bw"; }
-
 int64_t step_micro_batches(const TrainOptions& o) {
     return o.micro_batch == 0 ? 1 : o.batch / o.data_ranks() / o.micro_batch;
 }
@@ -117,10 +115,7 @@ ScheduleOptions schedule_options(const TrainOptions& o, int64_t micro_batches) {
     return s;
 }
 
-int64_t n_pipeline_stages(const TrainOptions& o) {
-    if (o.pipeline == "interleaved") return o.chunks * o.pp;
-    return o.pipeline == "zb-v" || o.pipeline == "dualpipe-v" ? 2 * o.pp : o.pp;
-}
+int64_t n_pipeline_stages(const TrainOptions& o) { return o.pp * stages_per_rank(schedule_options(o, 1)); }
 
 void settle_pipeline(TrainOptions& o, const TypedFlags& typed) {
     for (const char* flag : {"--pipeline", "--stages"})

@@ -143,8 +143,6 @@ int64_t steps_read_at_once(const TrainOptions& options);  // whose sequences are
 // Of the steps that a pipeline makes at once with this one, the last: after it the ranks can stop.
 int64_t last_step_at_once(const TrainOptions& options, int64_t step);
 int64_t n_pipeline_stages(const TrainOptions& options);  // of all ranks of --pp
-// Does this schedule update without waiting for the pipeline to be empty? False for a name that does not exist.
-bool is_asynchronous_pipeline(const std::string& name);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // state.cu: state.json of a checkpoint, and which checkpoint is whole

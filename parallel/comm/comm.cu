@@ -32,27 +32,49 @@ void recv_tensor(Comm& comm, const Tensor& tensor, int from, cudaStream_t stream
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Names
+// Algorithms
 
 namespace {
-constexpr std::pair<AllReduce, const char*> kAlgorithms[] = {{AllReduce::library, "library"},
-                                                             {AllReduce::ring, "ring"},
-                                                             {AllReduce::tree, "tree"},
-                                                             {AllReduce::halving, "halving"},
-                                                             {AllReduce::two_level, "two-level"}};
+struct Algorithm {
+    AllReduce value;
+    const char* name;
+    void (*all_reduce)(Comm& comm, Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream);
+};
+constexpr Algorithm kAlgorithms[] = {{AllReduce::library, "library", nullptr},
+                                     {AllReduce::ring, "ring", ring_all_reduce},
+                                     {AllReduce::tree, "tree", tree_all_reduce},
+                                     {AllReduce::halving, "halving", halving_all_reduce},
+                                     {AllReduce::two_level, "two-level", two_level_all_reduce}};
+
+const Algorithm& find_algorithm(AllReduce value) {
+    for (const Algorithm& its : kAlgorithms)
+        if (its.value == value) return its;
+    fail("algorithm ", static_cast<int>(value), " of all_reduce is unknown: add it to kAlgorithms (comm.cu)");
 }
+}  // namespace
+
+const std::vector<AllReduce>& all_reduce_algorithms() {
+    static const std::vector<AllReduce> values = [] {
+        std::vector<AllReduce> all;
+        for (const Algorithm& its : kAlgorithms) all.push_back(its.value);
+        return all;
+    }();
+    return values;
+}
+
+std::vector<std::string> all_reduce_names() {
+    std::vector<std::string> names;
+    for (const Algorithm& its : kAlgorithms) names.emplace_back(its.name);
+    return names;
+}
+
 AllReduce all_reduce_from_name(const std::string& name) {
-    for (const auto& [algorithm, its_name] : kAlgorithms)
-        if (name == its_name) return algorithm;
-    std::string names;
-    for (const auto& [algorithm, its_name] : kAlgorithms) names += concat(names.empty() ? "" : ", ", its_name);
-    fail("--all-reduce ", name, ": use ", names);
+    for (const Algorithm& its : kAlgorithms)
+        if (name == its.name) return its.value;
+    fail("--all-reduce ", name, ": use ", comma_list(all_reduce_names()));
 }
-const char* all_reduce_name(AllReduce algorithm) {
-    for (const auto& [known, name] : kAlgorithms)
-        if (known == algorithm) return name;
-    fail("algorithm ", static_cast<int>(algorithm), " of all_reduce has no name: add it to kAlgorithms (comm.cu)");
-}
+
+const char* all_reduce_name(AllReduce algorithm) { return find_algorithm(algorithm).name; }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Life of a communicator
@@ -201,13 +223,7 @@ void Comm::all_reduce(Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream) 
     if (size == 1) return copy_own(out, inp, stream);
     collective("all_reduce", out.bytes(), stream, [&] {
         if (out.n() == 0) return;
-        switch (algorithm) {
-            case AllReduce::ring: return ring_all_reduce(*this, out, inp, op, stream);
-            case AllReduce::tree: return tree_all_reduce(*this, out, inp, op, stream);
-            case AllReduce::halving: return halving_all_reduce(*this, out, inp, op, stream);
-            case AllReduce::two_level: return two_level_all_reduce(*this, out, inp, op, stream);
-            case AllReduce::library: break;
-        }
+        if (const auto ours = find_algorithm(algorithm).all_reduce) return ours(*this, out, inp, op, stream);
         if (!transport_->has_native()) return rank_order_all_reduce(*this, out, inp, op, stream);
         note_native_traffic(2 * share_of(*this, out.bytes()));
         native_reduce(out, inp, op, stream, [&](const Tensor& to, const Tensor& from) {

@@ -57,7 +57,9 @@ enum class AllReduce {
     halving,    // pairs at distance n/2, then n/4, ...
     two_level,  // rank order inside each node, then over the nodes
 };
-AllReduce all_reduce_from_name(const std::string& name);  // "library", "ring", "tree", "halving", "two-level"
+const std::vector<AllReduce>& all_reduce_algorithms();
+std::vector<std::string> all_reduce_names();
+AllReduce all_reduce_from_name(const std::string& name);
 const char* all_reduce_name(AllReduce algorithm);
 
 // Elements [first, first + n).

@@ -29,14 +29,11 @@ std::set<int64_t> traced_steps(const std::string& list) {
 
 // "trace    step 12  rank 3 -> 4     1.50 KiB      12 us  all_reduce #17 of dp". Only a message has an arrow.
 std::string trace_line(const TraceEvent& event) {
-    char line[256];
     const bool is_message = event.kind == TraceEvent::sending || event.kind == TraceEvent::receiving;
     const std::string arrow = is_message ? concat(event.kind == TraceEvent::sending ? "-> " : "<- ", event.peer) : "";
     const std::string bytes = event.kind == TraceEvent::computing ? "" : human_bytes(static_cast<double>(event.bytes));
-    std::snprintf(line, sizeof line, "trace    step %lld  rank %d %-6s %10s %9.0f us  %s\n",
-                  static_cast<long long>(event.step), event.rank, arrow.c_str(), bytes.c_str(),
-                  1e6 * (event.end - event.start), event.what.c_str());
-    return line;
+    return format("trace    step %lld  rank %d %-6s %10s %9.0f us  %s\n", static_cast<long long>(event.step),
+                  event.rank, arrow.c_str(), bytes.c_str(), 1e6 * (event.end - event.start), event.what.c_str());
 }
 
 std::string pack_events(const std::vector<TraceEvent>& events) {

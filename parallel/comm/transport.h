@@ -11,7 +11,6 @@
 #include "parallel/comm/comm.h"
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <functional>
 #include <mutex>

@@ -196,6 +196,8 @@ constexpr int64_t kMostPairs = 1 << 22;  // of a micro-batch and a stage, in a t
 // schedule cannot have, with those that it can.
 PipelineSchedule make_schedule(const ScheduleOptions& options);
 const std::vector<std::string>& schedule_names_of_pipelines();
+int64_t stages_per_rank(const ScheduleOptions& options);
+bool is_asynchronous_pipeline(const std::string& name);  // has updates; false for a name that does not exist
 // For an evaluation: only forwards, of m micro-batches, with the same stages and placement.
 PipelineSchedule forward_schedule(const PipelineSchedule& like, int m);
 

@@ -121,19 +121,28 @@ namespace {
 struct Entry {
     const char* name;
     PipelineSchedule (*make)(const ScheduleOptions& options);
+    int stages_per_rank = 1;  // kChunks: as ScheduleOptions says
+    bool asynchronous = false;
 };
+constexpr int kChunks = 0;
 constexpr Entry kSchedules[] = {{"naive", naive},
                                 {"gpipe", gpipe},
                                 {"1f1b", one_f_one_b},
-                                {"interleaved", interleaved},
+                                {"interleaved", interleaved, kChunks},
                                 {"zb-h1", zero_bubble_h1},
                                 {"zb-h2", zero_bubble_h2},
-                                {"zb-v", zero_bubble_v},
+                                {"zb-v", zero_bubble_v, 2},
                                 {"dualpipe", dual_pipe},
-                                {"dualpipe-v", dual_pipe_v},
+                                {"dualpipe-v", dual_pipe_v, 2},
                                 {"auto", auto_schedule},
-                                {"pipedream", pipedream},
-                                {"2bw", pipedream_2bw}};
+                                {"pipedream", pipedream, 1, true},
+                                {"2bw", pipedream_2bw, 1, true}};
+
+const Entry& entry(const std::string& name) {
+    for (const Entry& its : kSchedules)
+        if (name == its.name) return its;
+    fail("unknown pipeline schedule '", name, "': use one of ", comma_list(schedule_names_of_pipelines()));
+}
 
 }  // namespace
 
@@ -146,16 +155,24 @@ const std::vector<std::string>& schedule_names_of_pipelines() {
     return names;
 }
 
+int64_t stages_per_rank(const ScheduleOptions& options) {
+    const int stages = entry(options.name).stages_per_rank;
+    return stages == kChunks ? options.chunks : stages;
+}
+
+bool is_asynchronous_pipeline(const std::string& name) {
+    const auto is_it = [&](const Entry& its) { return name == its.name && its.asynchronous; };
+    return std::ranges::any_of(kSchedules, is_it);
+}
+
 PipelineSchedule make_schedule(const ScheduleOptions& o) {
-    const auto* const its = std::ranges::find(kSchedules, o.name, &Entry::name);
-    check(its != std::end(kSchedules), "unknown pipeline schedule '", o.name, "': use one of ",
-          comma_list(schedule_names_of_pipelines()));
+    const Entry& its = entry(o.name);
     check(o.p >= 1, "a pipeline of ", o.p, " ranks: 1 or more");
     check(o.m >= 1, "a pipeline with ", o.m, " micro-batches: 1 or more");
-    const int64_t chunks = its->make == interleaved ? std::max(o.chunks, 1) : 2, pairs = chunks * o.p * o.m;
+    const int64_t pairs = std::max<int64_t>(2, stages_per_rank(o)) * o.p * o.m;
     check(pairs <= kMostPairs, "a pipeline of ", o.p, " ranks with ", o.m, " micro-batches: its table could have ",
           pairs, " forwards; at most ", kMostPairs);
-    PipelineSchedule schedule = its->make(o);
+    PipelineSchedule schedule = its.make(o);
     add_messages(schedule);
     check_schedule(schedule);
     return schedule;
