@@ -50,8 +50,8 @@ void take_saved(SavedTaker& take, const Config& c, Slots& saved) {
     saved[kLse] = take.arena().take("attention", DType::f32, {take.B, c.H, take.T});
     saved[kHeads] = take.keep("attention", c.H * c.D);
     if (!c.qk_norm) return;
-    saved[kQRstd] = take.keep_f32("norms", c.H);
-    saved[kKRstd] = take.keep_f32("norms", c.K);
+    saved[kQRstd] = take.keep_norms(c.H);
+    saved[kKRstd] = take.keep_norms(c.K);
     saved[kQ] = take.recomputable("attention", c.H * c.D);
     saved[kK] = take.recomputable("attention", c.K * c.D);
 }

@@ -39,7 +39,7 @@ void take_saved(SavedTaker& take, const Config& c, Slots& saved) {
     saved[kQkvRows] = take.keep("attention", c.q_rank + 2 * c.D);
     saved[kLse] = take.arena().take("attention", DType::f32, {take.B, c.H, take.T});
     saved[kHeads] = take.keep("attention", c.H * c.D);
-    saved[kLatentRstd] = take.keep_f32("norms", 1);
+    saved[kLatentRstd] = take.keep_norms(1);
     saved[kQ] = take.keep("attention", c.H * c.D);
     saved[kLatent] = take.recomputable("norms", c.q_rank);
 }

@@ -59,11 +59,11 @@ void take_saved(SavedTaker& take, const Config& c, Slots& saved) {
     saved[kLse] = take.arena().take("attention", DType::f32, {take.B, c.H, take.T});
     saved[kHeads] = take.keep("attention", c.H * c.D_v);
     if (c.q_rank > 0) {
-        saved[kQRstd] = take.keep_f32("norms", 1);
+        saved[kQRstd] = take.keep_norms(1);
         saved[kQ] = take.keep("attention", c.H * c.D);
         saved[kQLatent] = take.recomputable("norms", c.q_rank);
     }
-    saved[kKvRstd] = take.keep_f32("norms", 1);
+    saved[kKvRstd] = take.keep_norms(1);
     saved[kKv] = take.keep("attention", kv_width(c));
     saved[kKvLatent] = take.recomputable("norms", c.kv_rank);
     saved[kK] = take.recomputable("attention", c.H * c.D);

@@ -143,7 +143,7 @@ void save_model(const Model& model, const std::string& folder, const TokenIds& t
     try {
         make_folder(folder);
         write_text_file(folder + "/config.json", config_to_json(model.config, token_ids));
-        write_safetensors(folder + "/model.safetensors", tensors, {{"format", "pt"}}, true);
+        write_safetensors(folder + "/model.safetensors", tensors, {{"format", "pt"}});
     } catch (const Error&) {  // a full disk, for example: the run may go on, so what the others send is received
         for (; !alone && n_read < whole.params.size(); ++n_read) read_from_owner(model, whole, whole.params[n_read]);
         throw;

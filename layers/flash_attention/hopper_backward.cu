@@ -689,6 +689,5 @@ DqSums hopper_sums(int64_t B, int64_t T, int64_t H, int64_t K, int64_t D, int64_
 
 void flash_backward_hopper(const FlashArguments& a, cudaStream_t stream) {
     if (a.n_slots == 0) return flash_backward_hopper_wide(a, stream);
-    if (a.q.rows.dtype == DType::bf16) launch<__nv_bfloat16>(a, stream);
-    else launch<__half>(a, stream);
+    dispatch_16_bits(a.q.rows.dtype, [&](auto zero) { launch<decltype(zero)>(a, stream); });
 }

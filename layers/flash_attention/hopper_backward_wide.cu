@@ -359,6 +359,5 @@ void launch(const FlashArguments& a, cudaStream_t stream) {
 }  // namespace
 
 void flash_backward_hopper_wide(const FlashArguments& a, cudaStream_t stream) {
-    if (a.q.rows.dtype == DType::bf16) launch<__nv_bfloat16>(a, stream);
-    else launch<__half>(a, stream);
+    dispatch_16_bits(a.q.rows.dtype, [&](auto zero) { launch<decltype(zero)>(a, stream); });
 }
