@@ -65,6 +65,8 @@ template <class... Parts>
 std::string concat(const Parts&... parts) {
     return joined({Printable(parts)...});
 }
+// As std::printf prints: format("%.2f", 0.5) == "0.50".
+[[gnu::format(printf, 1, 2)]] std::string format(const char* pattern, ...);
 std::string comma_list(const std::vector<std::string>& names);  // "a, b, c"
 template <class... Parts>
 [[noreturn]] void fail(const Parts&... parts) {

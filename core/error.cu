@@ -4,6 +4,7 @@
 #include <cublasLt.h>
 
 #include <climits>
+#include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
 #include <sstream>
@@ -22,6 +23,17 @@ std::string joined(std::initializer_list<Printable> parts) {
         }
     }
     return text.str();
+}
+
+std::string format(const char* pattern, ...) {
+    va_list parts, again;
+    va_start(parts, pattern);
+    va_copy(again, parts);
+    std::string text(static_cast<size_t>(std::vsnprintf(nullptr, 0, pattern, parts)), ' ');
+    std::vsnprintf(text.data(), text.size() + 1, pattern, again);
+    va_end(again);
+    va_end(parts);
+    return text;
 }
 
 std::string comma_list(const std::vector<std::string>& names) {
@@ -51,9 +63,10 @@ std::string without_control_characters(const std::string& part) {
     std::string text;
     for (const char c : part) {
         const auto code = static_cast<unsigned char>(c);
-        char shown[8] = {c};
-        if ((code < 32 && c != '\t') || code == 127) std::snprintf(shown, sizeof shown, "\\x%02x", code);
-        text += c == '\n' ? "\\n" : c == '\r' ? "\\r" : shown;
+        if (c == '\n') text += "\\n";
+        else if (c == '\r') text += "\\r";
+        else if ((code < 32 && c != '\t') || code == 127) text += format("\\x%02x", code);
+        else text += c;
     }
     return text;
 }

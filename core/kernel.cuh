@@ -6,7 +6,6 @@
 #include "core/core.h"
 
 #include <cmath>
-#include <type_traits>
 
 namespace {
 

@@ -152,11 +152,6 @@ Results read_results(const std::string& folder) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Numbers in tables
 
-std::string format(const char* pattern, double value) {
-    char text[64];
-    std::snprintf(text, sizeof text, pattern, value);
-    return text;
-}
 std::string microseconds(double s) { return s <= 0 ? "" : format(s < 1e-4 ? "%.1f" : "%.0f", 1e6 * s); }
 std::string percent(double share) { return share <= 0 ? "" : format("%.0f %%", 100 * share); }
 std::string ratio_text(double ratio) { return ratio <= 0 ? "" : format("%.2f", ratio); }

@@ -119,11 +119,7 @@ std::string binary(uint32_t bits, int n) {
     return text;
 }
 
-std::string number(double x) {
-    char text[32];
-    std::snprintf(text, sizeof text, std::isnan(x) ? "nan" : "%.10g", x);
-    return text;
-}
+std::string number(double x) { return std::isnan(x) ? "nan" : format("%.10g", x); }
 
 // What happened to x when it was converted to the format.
 std::string verdict(const Format& f, double x) {
@@ -148,15 +144,14 @@ void print_number(const std::string& text, double x, const char* lesson) {
     for (const Format* f : formats) {
         const uint32_t code = f->encode(x, f->saturates);
         const double stored = f->decode(code), error = stored - x;
-        char errors[64] = "        -         -";
-        char spacing[16] = "-";
-        if (error == 0) std::snprintf(errors, sizeof errors, "%9s %9s", "0", "0");
-        else if (std::isfinite(error)) std::snprintf(errors, sizeof errors, "%9.1e %9.1e", error, std::fabs(error / x));
-        if (std::isfinite(stored)) std::snprintf(spacing, sizeof spacing, "%.3g", f->spacing(stored));
+        const std::string errors = error == 0             ? "        0         0"
+                                   : std::isfinite(error) ? format("%9.1e %9.1e", error, std::fabs(error / x))
+                                                          : "        -         -";
+        const std::string spacing = std::isfinite(stored) ? format("%.3g", f->spacing(stored)) : "-";
         std::printf("%-5s %4s %8s %-23s %16s %s %9s  %s\n", f->name, binary(code >> (f->E + f->M), 1).c_str(),
                     binary(code >> f->M & ((1u << f->E) - 1), f->E).c_str(),
-                    binary(code & ((1u << f->M) - 1), f->M).c_str(), number(stored).c_str(), errors, spacing,
-                    verdict(*f, x).c_str());
+                    binary(code & ((1u << f->M) - 1), f->M).c_str(), number(stored).c_str(), errors.c_str(),
+                    spacing.c_str(), verdict(*f, x).c_str());
     }
 }
 
@@ -532,8 +527,7 @@ void draw_gradients(const std::string& path, const std::vector<Gradients>& all, 
     canvas.text({before.right, 55}, "share of all that are not zero, per power of two", 10, soft_ink, Align::right);
     for (const auto& [panel, scale] : {std::pair{&before, 1.0}, std::pair{&after, dynamic}}) {
         const Shares shares = shares_of(all, false, scale);
-        char share[32];
-        std::snprintf(share, sizeof share, "%.2g %%", shares.percent(shares.flushed));
+        const std::string share = format("%.2g %%", shares.percent(shares.flushed));
         draw_panel(canvas, *panel, all, scale,
                    concat(scale == 1 ? "Loss scale 1" : concat("Loss scale 2^", std::ilogb(scale)), ": fp16 makes ",
                           share, " of the activation gradients zero"));

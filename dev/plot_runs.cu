@@ -148,9 +148,8 @@ void run(const std::vector<std::string>& arguments) {
         for (const auto& [losses, of_first] :
              {std::pair{&run.losses, &first.losses}, std::pair{&run.means, &first.means}}) {
             const Difference d = largest_difference(*losses, *of_first, run.steps);
-            char text[64];
-            std::snprintf(text, sizeof text, "%.3f %% at step %lld", 100 * d.relative, static_cast<long long>(d.step));
-            std::printf("  %-24s", &run == &first ? "-" : text);
+            const std::string text = format("%.3f %% at step %lld", 100 * d.relative, static_cast<long long>(d.step));
+            std::printf("  %-24s", &run == &first ? "-" : text.c_str());
         }
         std::printf("\n");
     }

@@ -13,7 +13,6 @@
 #include "inference/inference.h"
 
 #include <algorithm>
-#include <cstdio>
 
 namespace {
 
@@ -35,8 +34,7 @@ void draw_stack(Canvas& canvas, double left, double right, double top, double bo
     for (const auto& [share, color] : pieces) {
         const double height = share * (bottom - top);
         canvas.fill(left, y - height, right, y, color);
-        char text[16];
-        std::snprintf(text, sizeof text, "%.1f %%", 100 * share);
+        const std::string text = format("%.1f %%", 100 * share);
         if (with_numbers && height > 16)
             canvas.text({(left + right) / 2, y - height / 2 + 5}, text, 10, kWhite, Canvas::Align::center, true);
         else if (with_numbers && share > 0) canvas.text({right + 6, y - height / 2 + 5}, text, 10, kInk);
@@ -109,9 +107,7 @@ std::string CacheReport::text() const {
     const double rows = static_cast<double>(sum_.used_rows), unshared = static_cast<double>(sum_.sequence_rows);
     const double used = rows / P;  // in pages
     const Shares in_pages = paged(), slots = contiguous();
-    char text[1024];
-    std::snprintf(
-        text, sizeof text,
+    return format(
         "cache       %lld pages of %lld rows over %lld steps: %.1f %% tokens, %.1f %% unused in pages, %.1f %% "
         "kept, %.1f %% free\n"
         "  allocated   %.1f %% hold tokens; %.1f sequences at a time\n"
@@ -125,7 +121,6 @@ std::string CacheReport::text() const {
         unshared > 0 ? 100 * (1 - rows / unshared) : 0.0, static_cast<long long>(max_length_), 100 * slots.tokens,
         100 * slots.reserved, 100 * slots.internal, 100 * slots.external,
         static_cast<long long>(sizes_.n_pages * sizes_.page_size / max_length_));
-    return text;
 }
 
 void CacheReport::write_png(const std::string& path) const {

@@ -7,7 +7,6 @@
 #include "inference/inference.h"
 
 #include <algorithm>
-#include <cstdio>
 
 int64_t longest_sequence(const Config& c, const Config* draft, int64_t wanted) {
     if (draft) {
@@ -116,11 +115,9 @@ std::vector<CachedRows> Engine::rows_of(std::span<const StepPart> parts) {
 
 std::string SpeculationCount::text() const {
     if (proposed == 0) return "";
-    char line[200];
-    std::snprintf(line, sizeof line, "%.1f%% of %lld proposed tokens accepted, %.2f tokens a step",
+    return format("%.1f%% of %lld proposed tokens accepted, %.2f tokens a step",
                   100 * static_cast<double>(accepted) / static_cast<double>(proposed), static_cast<long long>(proposed),
                   1 + static_cast<double>(accepted) / static_cast<double>(steps));
-    return line;
 }
 
 std::vector<Sampled> Engine::draw_tokens(const Tensor& logits) {

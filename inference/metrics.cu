@@ -39,8 +39,7 @@ std::string Histogram::text(const std::string& name, const std::string& help) co
         text += concat(name, "_bucket{le=\"", bounds_[i], "\"} ", so_far, "\n");
     }
     so_far += counts_.back();
-    char sum[32];
-    std::snprintf(sum, sizeof sum, "%.17g", sum_);  // a small observation changes the last digits of a large sum
+    const std::string sum = format("%.17g", sum_);  // a small observation changes the last digits of a large sum
     return text +
            concat(name, "_bucket{le=\"+Inf\"} ", so_far, "\n", name, "_sum ", sum, "\n", name, "_count ", so_far, "\n");
 }

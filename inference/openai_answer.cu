@@ -9,7 +9,6 @@
 #include "inference/server.h"
 #include "io/json.h"
 
-#include <cstdio>
 #include <ctime>
 #include <random>
 #include <utility>
@@ -20,10 +19,8 @@ std::string event_of(const JsonText& value) { return "data: " + value.str() + "\
 
 std::string random_id() {
     static thread_local std::mt19937_64 random{std::random_device{}()};
-    char text[25];
-    std::snprintf(text, sizeof text, "%012llx%012llx", static_cast<unsigned long long>(random() >> 16),
+    return format("%012llx%012llx", static_cast<unsigned long long>(random() >> 16),
                   static_cast<unsigned long long>(random() >> 16));
-    return text;
 }
 
 JsonText chat_token(const Tokenizer& tokenizer, int32_t token, float logprob) {

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <cstdlib>
 #include <limits>
 #include <set>
@@ -140,20 +139,14 @@ JsonText logprobs_json(const Tokenizer& tokenizer, std::span<const Sampled> toke
 }
 
 std::string logprobs_table(const Tokenizer& tokenizer, std::span<const Sampled> tokens) {
-    const auto number = [](const char* pattern, float logprob) {
-        char text[32];
-        std::snprintf(text, sizeof text, pattern, static_cast<double>(logprob));
-        return std::string(text);
-    };
     std::string table = "log-probability   token  text          most probable\n";
     for (const Sampled& sampled : tokens) {
-        const std::string id = std::to_string(sampled.token);
-        std::string line =
-            number("%15.4f", sampled.logprob) + std::string(8 - std::min<size_t>(id.size(), 7), ' ') + id;
-        line += "  " + quoted(tokenizer, sampled.token);
+        std::string line = format("%15.4f %7d  ", static_cast<double>(sampled.logprob), sampled.token);
+        line += quoted(tokenizer, sampled.token);
         if (!sampled.top.empty()) line.resize(std::max<size_t>(line.size(), 37), ' ');
         for (const TokenLogprob& other : sampled.top)
-            line += concat("  ", other.token, " ", quoted(tokenizer, other.token), number(" %.4f", other.logprob));
+            line += concat("  ", other.token, " ", quoted(tokenizer, other.token),
+                           format(" %.4f", static_cast<double>(other.logprob)));
         table += line + "\n";
     }
     return table;

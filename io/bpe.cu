@@ -158,15 +158,14 @@ PreTokenizer Bpe::cut_where_no_token_spans() const {
         size_t begin = 0;
         int32_t before = -1;  // the character before, if it is a token
         for (size_t i = 0; i < piece.text.size();) {
-            const auto [code, bytes] = utf8_char_at(piece.text, i);
-            const bool is_utf8 = code < 0x80 || bytes > 1;
-            const int32_t here = is_utf8 && tables->is_character[code] ? static_cast<int32_t>(code) : -1;
+            const Utf8Char c = utf8_char_at(piece.text, i);
+            const int32_t here = c.is_utf8() && tables->is_character[c.code] ? static_cast<int32_t>(c.code) : -1;
             if (before >= 0 && here >= 0 && tables->neighbours.find(before, here) == nullptr) {
                 parts.push_back({piece.text.substr(begin, i - begin), piece.begins_text && begin == 0});
                 begin = i;
             }
             before = here;
-            i += bytes;
+            i += c.bytes;
         }
         parts.push_back({piece.text.substr(begin), piece.begins_text && begin == 0});
     };

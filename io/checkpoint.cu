@@ -6,7 +6,6 @@
 #include "io/list_folder.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <filesystem>
 
 namespace fs = std::filesystem;
@@ -15,11 +14,7 @@ namespace {
 
 std::string checkpoints_folder(const std::string& run_folder) { return run_folder + "/checkpoints"; }
 
-std::string step_name(int64_t step) {
-    char name[32];
-    std::snprintf(name, sizeof name, "step-%08lld", static_cast<long long>(step));
-    return name;
-}
+std::string step_name(int64_t step) { return format("step-%08lld", static_cast<long long>(step)); }
 
 // A copy that somebody keeps beside them, "step-00000010-good", is no checkpoint of the run, and never removed.
 bool is_step_name(const std::string& name) {

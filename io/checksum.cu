@@ -11,7 +11,6 @@
 //
 // It finds broken bytes, not forged ones: whoever wants to can make other bytes with the same checksum.
 #include <bit>
-#include <cstdio>
 #include <cstring>
 
 #include "io/io.h"
@@ -45,8 +44,4 @@ uint64_t checksum(const void* data, size_t bytes) {
     return sum ^ sum >> 32;
 }
 
-std::string checksum_text(uint64_t checksum) {
-    char text[17];
-    std::snprintf(text, sizeof text, "%016llx", static_cast<unsigned long long>(checksum));
-    return text;
-}
+std::string checksum_text(uint64_t checksum) { return format("%016llx", static_cast<unsigned long long>(checksum)); }

@@ -67,7 +67,8 @@ int sync_to_disk(int fd);                             // fsync, which goes on af
 std::string read_text_file(const std::string& path);  // also from a pipe
 void write_text_file(const std::string& path, std::string_view text);  // atomically
 void make_folder(const std::string& path);                             // with parents; checks that it can be written to
-// Is there something? Error where it cannot be told, as in a folder that may not be entered.
+// Is there something? Error where it cannot be told, as in a folder that may not be entered, and for a link that leads
+// nowhere.
 bool is_there(const std::string& path);
 bool is_folder(const std::string& path);  // false, too, where it cannot be told
 // fsync, so that the names in it survive a power cut, where its file system can do that.
@@ -143,15 +144,15 @@ class SafetensorsReader {
 
 // What is to be written: `fill` is called in file order and gives the bytes of this tensor, so that a model on a device
 // can be saved without a second copy of all of it on the host. File order is the order given, but wider element types
-// come first, so that every tensor starts at a multiple of its element size. With checksums, the metadata get one for
-// each tensor, as "checksum NAME": 16 hexadecimal digits.
+// come first, so that every tensor starts at a multiple of its element size. The metadata get the checksum of each
+// tensor, as "checksum NAME": 16 hexadecimal digits.
 struct TensorToStore {
     std::string name, dtype;
     std::vector<int64_t> shape;
     std::function<void(void* bytes)> fill;
 };
 void write_safetensors(const std::string& path, const std::vector<TensorToStore>& tensors,
-                       const std::map<std::string, std::string>& metadata = {}, bool with_checksums = false);
+                       const std::map<std::string, std::string>& metadata = {});
 
 // ---------------------------------------------------------------------------------------------------------------------
 // tokenizer.cu: text to token ids and back. Its parts (patterns, normalizers, BPE, ...) are in io/tokenizer_parts.h.
@@ -229,6 +230,7 @@ std::unique_ptr<Tokenizer> parse_tokenizer(std::string_view json, const std::str
 struct Utf8Char {
     uint32_t code;
     size_t bytes;
+    bool is_utf8() const { return code < 0x80 || bytes > 1; }
 };
 Utf8Char utf8_char_at(std::string_view text, size_t i);
 
@@ -495,6 +497,8 @@ struct ProgramWords {
     std::vector<Synonym> synonyms;
     const char* quoted_example;  // a flag whose value needs quotes, as an example of one
 };
+// How many letters must be inserted, removed, replaced, or exchanged with their neighbour to make b of a.
+size_t edit_distance(const std::string& a, const std::string& b);
 // One line that says what may have been meant by `unknown`, one of the command line's words.
 std::string explain_unknown(const ProgramWords& program, const std::vector<std::string>& flags,
                             const std::vector<std::string>& words, const std::string& unknown);

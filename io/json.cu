@@ -215,17 +215,11 @@ size_t broken_bytes(std::string_view text, size_t i) {
     return 1;
 }
 
-bool is_character(std::string_view text, size_t i) {
-    return static_cast<unsigned char>(text[i]) < 128 || utf8_char_at(text, i).bytes > 1;
-}
-
 void append_escaped(std::string& out, char c) {
     constexpr std::string_view kShort = "\"\\\b\f\n\r\t", kLetters = "\"\\bfnrt";
     const size_t known = kShort.find(c);
-    char code[8];
-    std::snprintf(code, sizeof code, "\\u%04x", static_cast<unsigned>(c));
     if (known != kShort.npos) out += {'\\', kLetters[known]};
-    else out += code;
+    else out += format("\\u%04x", static_cast<unsigned>(c));
 }
 
 std::string quoted_json(std::string_view text) {
@@ -233,7 +227,7 @@ std::string quoted_json(std::string_view text) {
     for (size_t i = 0, bytes = 0; i < text.size(); i += bytes) {
         const char c = text[i];
         bytes = json_character_bytes(text, i);
-        if (!is_character(text, i)) out += "\uFFFD";
+        if (!utf8_char_at(text, i).is_utf8()) out += "\uFFFD";
         else if (c == '"' || c == '\\' || static_cast<unsigned char>(c) < 32) append_escaped(out, c);
         else out += text.substr(i, bytes);
     }
@@ -314,11 +308,15 @@ std::string JsonText::indented(int spaces) const {
 }
 
 size_t json_character_bytes(std::string_view text, size_t i) {
-    return is_character(text, i) ? utf8_char_at(text, i).bytes : broken_bytes(text, i);
+    const Utf8Char c = utf8_char_at(text, i);
+    return c.is_utf8() ? c.bytes : broken_bytes(text, i);
 }
 
 bool is_utf8(std::string_view text) {
-    for (size_t i = 0; i < text.size(); i += utf8_char_at(text, i).bytes)
-        if (!is_character(text, i)) return false;
+    for (size_t i = 0; i < text.size();) {
+        const Utf8Char c = utf8_char_at(text, i);
+        if (!c.is_utf8()) return false;
+        i += c.bytes;
+    }
     return true;
 }

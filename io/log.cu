@@ -9,7 +9,6 @@
 #include <array>
 #include <bit>
 #include <charconv>
-#include <cstdio>
 #include <cstring>
 #include <ctime>
 #include <filesystem>
@@ -227,9 +226,8 @@ TensorBoardLog::TensorBoardLog(const std::string& folder, int64_t resume_step) {
     make_folder(folder);
     const std::string host = host_name(), prefix = "events.out.tfevents.";
     for (int64_t time = time_for_name(folder, prefix); fd_ < 0; time++) {
-        char name[512];
-        std::snprintf(name, sizeof name, "%s%010lld.%s.%d", prefix.c_str(), static_cast<long long>(time), host.c_str(),
-                      ::getpid());
+        const std::string name =
+            prefix + format("%010lld.%s.%d", static_cast<long long>(time), host.c_str(), ::getpid());
         path_ = (std::filesystem::path(folder) / name).string();
         fd_ = open_to_append(path_, O_CREAT | O_EXCL);
         check(fd_ >= 0 || errno == EEXIST, "cannot create ", path_, ": ", std::strerror(errno));

@@ -19,23 +19,6 @@ namespace {
 // ---------------------------------------------------------------------------------------------------------------------
 // Flags
 
-size_t distance(const std::string& a, const std::string& b) {
-    // d[i][j]: of the first i letters of a and the first j of b.
-    std::vector<std::vector<size_t>> d(a.size() + 1, std::vector<size_t>(b.size() + 1));
-    for (size_t i = 0; i <= a.size(); ++i) {
-        for (size_t j = 0; j <= b.size(); ++j) {
-            if (i == 0 || j == 0) {
-                d[i][j] = i + j;
-                continue;
-            }
-            d[i][j] = std::min({d[i - 1][j] + 1, d[i][j - 1] + 1, d[i - 1][j - 1] + (a[i - 1] != b[j - 1])});
-            if (i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1])
-                d[i][j] = std::min(d[i][j], d[i - 2][j - 2] + 1);
-        }
-    }
-    return d[a.size()][b.size()];
-}
-
 // Is `part` the beginning of `whole` ("learning" of "learning-rate"), or its last word ("steps" of "num-steps")?
 bool is_part(const std::string& part, const std::string& whole) {
     if (part.size() >= whole.size()) return false;
@@ -49,7 +32,7 @@ std::vector<std::string> nearest_flags(const std::string& name, const std::vecto
     size_t least = std::max<size_t>(1, name.size() / 3);  // words that are further away are others
     std::vector<std::string> nearest;
     const auto consider = [&](const std::string& other, const std::string& meant) {
-        size_t d = distance(name, other);
+        size_t d = edit_distance(name, other);
         if (is_part(name, other) || is_part(other, name)) d = std::min<size_t>(d, 1);
         if (d > least) return;
         if (d < least) nearest.clear();
@@ -76,6 +59,23 @@ std::string bare_name(std::string word) {
 }
 
 }  // namespace
+
+size_t edit_distance(const std::string& a, const std::string& b) {
+    // d[i][j]: of the first i letters of a and the first j of b.
+    std::vector<std::vector<size_t>> d(a.size() + 1, std::vector<size_t>(b.size() + 1));
+    for (size_t i = 0; i <= a.size(); ++i) {
+        for (size_t j = 0; j <= b.size(); ++j) {
+            if (i == 0 || j == 0) {
+                d[i][j] = i + j;
+                continue;
+            }
+            d[i][j] = std::min({d[i - 1][j] + 1, d[i][j - 1] + 1, d[i - 1][j - 1] + (a[i - 1] != b[j - 1])});
+            if (i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1])
+                d[i][j] = std::min(d[i][j], d[i - 2][j - 2] + 1);
+        }
+    }
+    return d[a.size()][b.size()];
+}
 
 std::string explain_unknown(const ProgramWords& program, const std::vector<std::string>& flags,
                             const std::vector<std::string>& words, const std::string& unknown) {

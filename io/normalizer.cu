@@ -77,14 +77,13 @@ Normalizer normal_form(bool compose, bool compatibility) {
         std::string out;
         size_t begin = 0;  // of what has not been appended yet
         for (size_t i = 0; i < text.size();) {
-            const auto [code, bytes] = utf8_char_at(text, i);
-            const bool is_utf8 = code < 0x80 || bytes > 1;
-            if (!is_utf8 || find_range(never_normalized, code)) {
+            const Utf8Char c = utf8_char_at(text, i);
+            if (!c.is_utf8() || find_range(never_normalized, c.code)) {
                 append_normal_form(out, text.substr(begin, i - begin), options);
-                out += text.substr(i, bytes);
-                begin = i + bytes;
+                out += text.substr(i, c.bytes);
+                begin = i + c.bytes;
             }
-            i += bytes;
+            i += c.bytes;
         }
         append_normal_form(out, text.substr(begin), options);
         return out;

@@ -1,7 +1,6 @@
 // Line charts. Values become pixels in two steps: an Axis maps a value to [0, 1], the Frame maps that to the picture.
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 
 #include "io/io.h"
 
@@ -52,25 +51,18 @@ double nice_step(double step) {
 
 // A tick's value with as many digits as a step needs: 0.25, 1500, 20k, 3e-5.
 std::string tick_label(double value, double step, double largest) {
-    char text[64];
     if (std::fabs(value) < 1e-6 * step) return "0";
     if (largest >= 1e15 || largest < 0.9e-3) {
         const int digits = std::clamp(exponent10(std::fabs(value)) - exponent10(step), 0, 9);
-        std::snprintf(text, sizeof text, "%.*e", digits, value);
-        const std::string number = text;
+        const std::string number = format("%.*e", digits, value);
         const size_t e = number.find('e');
         return number.substr(0, e + 1) + std::to_string(std::stoi(number.substr(e + 1)));  // e-05 -> e-5
     }
     const char* units[] = {"", "k", "M", "G", "T"};
-    const int unit = largest < 0.99e4 ? 0 : std::min(4, exponent10(largest) / 3);
-    for (int u : {unit, 0}) {
-        const double scale = std::pow(1000.0, u);
-        const int digits = std::max(0, -exponent10(step / scale));
-        if (u > 0 && digits > 2) continue;  // 1000.3, not 1.0003k
-        std::snprintf(text, sizeof text, "%.*f%s", std::min(digits, 12), value / scale, units[u]);
-        break;
-    }
-    return text;
+    const auto digits = [&](int unit) { return std::max(0, -exponent10(step / std::pow(1000.0, unit))); };
+    int unit = largest < 0.99e4 ? 0 : std::min(4, exponent10(largest) / 3);
+    if (digits(unit) > 2) unit = 0;  // 1000.3, not 1.0003k
+    return format("%.*f%s", std::min(digits(unit), 12), value / std::pow(1000.0, unit), units[unit]);
 }
 
 void set_linear_ticks(Axis& axis, int n_wanted) {

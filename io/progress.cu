@@ -1,19 +1,7 @@
 // Numbers as people read them: three digits and a unit.
 #include <cmath>
-#include <cstdio>
 
 #include "io/io.h"
-
-namespace {
-
-template <class... Args>
-std::string format(const char* pattern, Args... args) {
-    char text[64];
-    std::snprintf(text, sizeof text, pattern, args...);
-    return text;
-}
-
-}  // namespace
 
 std::string human_count(double n) {
     if (!std::isfinite(n)) return format("%g", n);

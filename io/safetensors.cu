@@ -140,20 +140,6 @@ void take_checksums(SafetensorsView& view, const std::string& name) {
               " has no checksum, others have; the file is broken");
 }
 
-int edit_distance(const std::string& a, const std::string& b) {  // Levenshtein, one row at a time
-    std::vector<int> row(b.size() + 1);
-    for (size_t j = 0; j <= b.size(); j++) row[j] = static_cast<int>(j);
-    for (size_t i = 1; i <= a.size(); i++) {
-        int diagonal = std::exchange(row[0], static_cast<int>(i));
-        for (size_t j = 1; j <= b.size(); j++) {
-            const int above = row[j];
-            row[j] = std::min({above + 1, row[j - 1] + 1, diagonal + (a[i - 1] != b[j - 1])});
-            diagonal = above;
-        }
-    }
-    return row[b.size()];
-}
-
 }  // namespace
 
 int64_t StoredTensor::n() const { return product_bytes(shape, 1).value_or(0); }
@@ -332,13 +318,12 @@ struct Written {
     uint64_t checksum = 0;
 };
 
-std::string header_text(const std::vector<Written>& order, const std::map<std::string, std::string>& metadata,
-                        bool with_checksums) {
+std::string header_text(const std::vector<Written>& order, const std::map<std::string, std::string>& metadata) {
     JsonText described = JsonText::object(), header = JsonText::object();
     for (const auto& [key, text] : metadata) described.set(key, text);
     for (const Written& written : order)
-        if (with_checksums) described.set(checksum_key + written.tensor->name, checksum_text(written.checksum));
-    if (!metadata.empty() || (with_checksums && !order.empty())) header.set(metadata_key, described);
+        described.set(checksum_key + written.tensor->name, checksum_text(written.checksum));
+    if (!metadata.empty() || !order.empty()) header.set(metadata_key, described);
     for (const Written& written : order)
         header.set(written.tensor->name, {{"dtype", written.tensor->dtype},
                                           {"shape", written.tensor->shape},
@@ -349,7 +334,7 @@ std::string header_text(const std::vector<Written>& order, const std::map<std::s
 }  // namespace
 
 void write_safetensors(const std::string& path, const std::vector<TensorToStore>& tensors,
-                       const std::map<std::string, std::string>& metadata, bool with_checksums) {
+                       const std::map<std::string, std::string>& metadata) {
     std::set<std::string> names = {metadata_key};
     std::vector<Written> order;
     bool all_utf8 = true;
@@ -376,7 +361,7 @@ void write_safetensors(const std::string& path, const std::vector<TensorToStore>
     }
     // The header stands before the data, whose checksums are known only when they have been written: it is written
     // again then. It is as long as before: a checksum has 16 digits.
-    std::string text = header_text(order, metadata, with_checksums);
+    std::string text = header_text(order, metadata);
     text.resize(static_cast<size_t>(round_up(static_cast<int64_t>(text.size()), 8)), ' ');
     check(text.size() <= max_header_bytes, path, ": a header of ", text.size(), " bytes; readers take at most ",
           max_header_bytes);
@@ -390,8 +375,8 @@ void write_safetensors(const std::string& path, const std::vector<TensorToStore>
         buffer.resize(static_cast<size_t>(written.end - written.begin));
         written.tensor->fill(buffer.data());
         file.write(buffer.data(), buffer.size());
-        if (with_checksums) written.checksum = checksum(buffer.data(), buffer.size());
+        written.checksum = checksum(buffer.data(), buffer.size());
     }
-    if (with_checksums) file.overwrite(length_bytes, header_text(order, metadata, with_checksums));
+    file.overwrite(length_bytes, header_text(order, metadata));
     file.commit();
 }

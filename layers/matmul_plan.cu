@@ -31,7 +31,6 @@
 #include <algorithm>
 #include <cctype>
 #include <cmath>
-#include <cstdio>
 #include <cstdlib>
 #include <limits>
 #include <optional>
@@ -230,11 +229,8 @@ constexpr int kWords = sizeof(cublasLtMatmulAlgo_t) / sizeof(uint64_t);
 std::string text_of(const Choice& choice) {
     if (!choice.algorithm) return kWayNames[static_cast<size_t>(choice.way)];
     std::string text;
-    for (const uint64_t word : choice.algorithm->data) {
-        char digits[20];
-        std::snprintf(digits, sizeof digits, "%s%llx", text.empty() ? "" : ".", static_cast<unsigned long long>(word));
-        text += digits;
-    }
+    for (const uint64_t word : choice.algorithm->data)
+        text += format("%s%llx", text.empty() ? "" : ".", static_cast<unsigned long long>(word));
     return text;
 }
 
@@ -261,11 +257,7 @@ Choice time_candidates(std::vector<Choice> candidates, Plan& plan, Tensor out, T
         };
         seconds.push_back(seconds_of(run, stream));
     }
-    const auto us = [&](size_t i) {
-        char text[32];
-        std::snprintf(text, sizeof text, "%.1f us", 1e6 * seconds[i]);
-        return std::string(text);
-    };
+    const auto us = [&](size_t i) { return format("%.1f us", 1e6 * seconds[i]); };
     const size_t best = fastest(seconds);
     std::string measured = concat(us(best), "; ", seconds.size(), " candidates, the first ", us(0));
     for (size_t i = 1; i < candidates.size(); ++i)

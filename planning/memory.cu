@@ -67,11 +67,7 @@ double activation_bytes(const Trainer& t, const Recompute& recompute, int64_t L)
     return static_cast<double>(activations.bytes());
 }
 
-std::string size_text(double bytes) {
-    char text[64];
-    std::snprintf(text, sizeof text, "%10s %9.4g GB", human_bytes(bytes).c_str(), bytes / 1e9);
-    return text;
-}
+std::string size_text(double bytes) { return format("%10s %9.4g GB", human_bytes(bytes).c_str(), bytes / 1e9); }
 
 void print_activations(const Trainer& t) {
     const int64_t L = t.config.L, root = std::max<int64_t>(1, std::llround(std::sqrt(static_cast<double>(L))));

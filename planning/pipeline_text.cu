@@ -212,12 +212,6 @@ std::string pipeline_drawing(const PipelineSchedule& schedule, const std::vector
     return Drawing(schedule, ranks, width).text(colored);
 }
 
-std::string format(const char* pattern, double value) {
-    char text[64];
-    std::snprintf(text, sizeof text, pattern, value);
-    return text;
-}
-
 double end_of(const std::vector<std::vector<Span>>& ranks) {
     double end = 0;
     for (const std::vector<Span>& spans : ranks)

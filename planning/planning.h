@@ -100,7 +100,6 @@ std::string pipeline_drawing(const PipelineSchedule& schedule, const std::vector
 // scripts read.
 std::string pipeline_summary(const PipelineSchedule& schedule, double bubble);
 double end_of(const std::vector<std::vector<Span>>& ranks);  // of the last span
-std::string format(const char* pattern, double value);       // as printf
 // By rank: activations that it keeps at most, in units of what a micro-batch leaves on a rank.
 std::vector<double> peak_activations(const PipelineSchedule& schedule);
 // staleness() as a table, of micro-batches that fit into width characters.

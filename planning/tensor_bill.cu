@@ -159,11 +159,11 @@ void print_row(const Trainer& t, const TensorLayout& layout, const char* name, i
                                                  visits_of_micro_batch(model, o.recompute), o.recompute.selective);
     const int64_t M = t.micro_batches();
     const double bytes = static_cast<double>(M * traffic.visits + traffic.shared_gradients) / layout.size;
-    char grid[32] = "";
-    if (layout.mode == TensorMode::two_d) std::snprintf(grid, sizeof grid, "%d x %d", layout.sizes[1], layout.sizes[2]);
+    std::string grid;
     if (depth > 0 || layout.mode == TensorMode::three_d)
-        std::snprintf(grid, sizeof grid, "%d x %d x %d", layout.sizes[0], layout.sizes[1], layout.sizes[2]);
-    std::printf("  %-8s %-12s %10s %12s %12s", name, grid, human_count(static_cast<double>(model.n)).c_str(),
+        grid = concat(layout.sizes[0], " x ", layout.sizes[1], " x ", layout.sizes[2]);
+    else if (layout.mode == TensorMode::two_d) grid = concat(layout.sizes[1], " x ", layout.sizes[2]);
+    std::printf("  %-8s %-12s %10s %12s %12s", name, grid.c_str(), human_count(static_cast<double>(model.n)).c_str(),
                 human_bytes(static_cast<double>(activations.bytes())).c_str(), human_bytes(bytes).c_str());
     for (const Link& link : kLinks)
         std::printf(" %11s", human_seconds(bytes / link.bytes_per_s +

@@ -65,8 +65,7 @@ class Log : public
     void testCaseEnded(const Catch::TestCaseStats& stats) override {
         const bool failed = stats.totals.assertions.failed > 0;
         const char* outcome = failed ? "failed" : result.skipped.empty() ? "passed" : "skipped";
-        char bits[20];
-        std::snprintf(bits, sizeof bits, "%016llx", static_cast<unsigned long long>(result.bits));
+        const std::string bits = format("%016llx", static_cast<unsigned long long>(result.bits));
         write(concat(outcome, "\t", info(stats).name, "\t", bits, "\t", result.skipped, "\n"));
     }
 

@@ -167,8 +167,8 @@ TEST_CASE("bench_report: shares, ratios and MFU by hand", "[program][harness]") 
         "info\tdevice\ta "
         "device\ninfo\tdate\ttoday\nlimit\tours\tcopy\t1e9\nlimit\tPyTorch\tcopy\t2e9\nlimit\tours\tmatmul f32\t1e12\n";
     const double flops = flops_per_token(load_config("tiny"), 64);
-    char half_of_limit[40];  // tokens/s at which the model's operations are half the matmul rate
-    std::snprintf(half_of_limit, sizeof half_of_limit, "%.10g", 0.5e12 / flops);
+    // Tokens/s at which the model's operations are half the matmul rate.
+    const std::string half_of_limit = format("%.10g", 0.5e12 / flops);
     spit(folder / "results.tsv",
          head +
              // 2e6 bytes at 2e9 bytes/s are 1 ms; ours takes 2 ms: half the limit. PyTorch's best takes 3 ms.
@@ -193,9 +193,7 @@ TEST_CASE("bench_report: shares, ratios and MFU by hand", "[program][harness]") 
     CHECK_THAT(out, ContainsSubstring("Geometric mean of the ratios: 1.73 (2 operations)"));  // sqrt(1.5 * 2)
     CHECK_THAT(out, ContainsSubstring("| 50.0 % | 1.00 MiB |"));
     CHECK(count(out, "slow batch") == 0);
-    char ratio[40];
-    std::snprintf(ratio, sizeof ratio, "| %.2f | note |", 0.5e12 / flops / 1000);
-    CHECK_THAT(out, ContainsSubstring(ratio));
+    CHECK_THAT(out, ContainsSubstring(format("| %.2f | note |", 0.5e12 / flops / 1000)));
 
     // A run that measured no limit has no MFU.
     spit(folder / "results.tsv", "train\tours\ttiny\t64\t4\t1000\t0\tnote\n");

@@ -14,7 +14,6 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <limits>
@@ -137,10 +136,8 @@ std::vector<float> values_and_ties() {
 }
 
 std::string show(double x, const Codes& c) {
-    char text[128];
-    std::snprintf(text, sizeof text, "x=%a  bf16 %04x  half %04x  e4m3 %02x %02x  e5m2 %02x %02x", x, c.bfloat16,
-                  c.half, c.e4m3, c.e4m3_unsaturated, c.e5m2, c.e5m2_unsaturated);
-    return text;
+    return format("x=%a  bf16 %04x  half %04x  e4m3 %02x %02x  e5m2 %02x %02x", x, c.bfloat16, c.half, c.e4m3,
+                  c.e4m3_unsaturated, c.e5m2, c.e5m2_unsaturated);
 }
 
 // One Catch2 assertion for a million values: report the first that differs.

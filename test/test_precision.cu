@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <sstream>
 
 namespace {
@@ -16,9 +15,7 @@ const std::string kSmall = " --batch 2 --seq 16 --steps 20 --val-every 0 --val-s
 Outcome train(const std::string& arguments) { return run_program("train_gpt", kSmall + arguments); }
 
 std::string checkpoint(const std::string& run, int64_t step) {
-    char name[64];
-    std::snprintf(name, sizeof name, "/checkpoints/step-%08lld", static_cast<long long>(step));
-    return run + name;
+    return run + format("/checkpoints/step-%08lld", static_cast<long long>(step));
 }
 
 }  // namespace
@@ -87,12 +84,8 @@ TEST_CASE("a step ahead of one that fails changes nothing", "[program][precision
                                              ahead ? " --run-ahead on --graph on" : ""));
         CHECK(outcome.status == 2);
         texts[ahead] = outcome.err;
-        for (const LogRow& row : read_csv_log(run + "/log.csv")) {
-            char line[100];
-            std::snprintf(line, sizeof line, "%lld %a %a\n", static_cast<long long>(row.step), *row.loss,
-                          *row.grad_norm);
-            logs[ahead] += line;
-        }
+        for (const LogRow& row : read_csv_log(run + "/log.csv"))
+            logs[ahead] += format("%lld %a %a\n", static_cast<long long>(row.step), *row.loss, *row.grad_norm);
         CHECK(latest_checkpoint(run).value() == checkpoint(run, 4));
         weights[ahead] = slurp(checkpoint(run, 4) + "/model.safetensors");
     }

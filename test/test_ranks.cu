@@ -13,7 +13,6 @@
 #include "run_models.h"
 
 #include <cmath>
-#include <cstdio>
 
 namespace {
 
@@ -731,8 +730,7 @@ TEST_CASE("a killed rank ends the job; its last checkpoint goes on with the same
             const std::string run = folder / concat("run", id, "-", i);
             // The victim is found by its --out; ranks are started in order, so the last process is the last rank. It is
             // killed up to 0.6 s after the first checkpoint is there, of a run that takes some seconds.
-            char first_checkpoint[32];
-            std::snprintf(first_checkpoint, sizeof first_checkpoint, "step-%08d", c.save_every);
+            const std::string first_checkpoint = format("step-%08d", c.save_every);
             const std::string killer =
                 concat("( for i in $(seq 6000); do [ -e ", run, "/checkpoints/", first_checkpoint,
                        " ] && break; sleep 0.02; done; sleep 0.", i * 37 % 60 / 10, i * 37 % 10,

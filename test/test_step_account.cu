@@ -195,9 +195,8 @@ TEST_CASE("the account of GPT-2 124M on an H100", "[program][account]") {
         return r == g && g == b && r > 200;
     };
     // Below the title, of which a canvas has the same text.
-    char summary[100];
-    std::snprintf(summary, sizeof summary, "predicted for h100: %.1f ms, %s tokens/s", column("all", 8),
-                  human_count(number_before(account, " tokens/s predicted")).c_str());
+    const std::string summary = format("predicted for h100: %.1f ms, %s tokens/s", column("all", 8),
+                                       human_count(number_before(account, " tokens/s predicted")).c_str());
     Canvas canvas(width, height);
     canvas.text({16, 48}, summary, 10, {40, 40, 40});
     for (int y = 37; y < 52; ++y)

@@ -377,9 +377,8 @@ TEST_CASE("--keep-best keeps the checkpoint with the lowest validation loss", "[
     for (const LogRow& row : read_csv_log(run + "/log.csv"))
         if (row.val_loss && (!best.val_loss || *row.val_loss < *best.val_loss)) best = row;
     REQUIRE(best.step < 24);
-    char name[40];
-    std::snprintf(name, sizeof name, "step-%08lld\n", static_cast<long long>(best.step));
-    CHECK(run_shell("ls " + run + "/checkpoints").out == name + std::string("step-00000024\n"));
+    CHECK(run_shell("ls " + run + "/checkpoints").out ==
+          format("step-%08lld\nstep-00000024\n", static_cast<long long>(best.step)));
     CHECK_THAT(outcome.out, ContainsSubstring(concat("best     step ", best.step, ", with a validation loss of")));
     const Outcome none = train("--keep-best --val-fraction 0 --out " + (folder / "none"));
     CHECK(one_line_with(line_of(none), "--keep-best", "--val-fraction above 0"));
@@ -407,11 +406,7 @@ TEST_CASE("--keep-best: where the best step cannot be saved, the best of the oth
     CHECK_THAT(first.out, ContainsSubstring(concat("best     step ", unsaved, ", with a validation loss of")));
     const std::string run = folder / "run";
     REQUIRE(train(flags + run + " --stop-after 1").status == 0);
-    const auto checkpoint = [&](int64_t step) {
-        char name[40];
-        std::snprintf(name, sizeof name, "step-%08lld", static_cast<long long>(step));
-        return std::string(name);
-    };
+    const auto checkpoint = [](int64_t step) { return format("step-%08lld", static_cast<long long>(step)); };
     std::filesystem::create_symlink(checkpoint(unsaved), run + "/checkpoints/" + checkpoint(unsaved));  // to itself
     const Outcome outcome = resume(run);
     INFO(outcome.err << outcome.out);

@@ -5,7 +5,6 @@
 #include "program.h"
 
 #include <cmath>
-#include <cstdio>
 
 // A run of a few seconds at most: 2 sequences of 16 bytes a step.
 inline const std::string kSmall =
@@ -45,13 +44,10 @@ inline std::string weights_of(const std::string& run) { return slurp(newest_chec
 // The rows of log.csv without the columns that measure time.
 inline std::string log_without_times(const std::string& run) {
     std::string text;
-    for (const LogRow& row : read_csv_log(run + "/log.csv")) {
-        char line[250];
-        std::snprintf(line, sizeof line, "%lld %lld %a %a %a %a %a\n", static_cast<long long>(row.step),
-                      static_cast<long long>(row.tokens), row.loss.value_or(-1), row.val_loss.value_or(-1),
-                      row.lr.value_or(-1), row.grad_norm.value_or(-1), row.loss_scale.value_or(-1));
-        text += line;
-    }
+    for (const LogRow& row : read_csv_log(run + "/log.csv"))
+        text += format("%lld %lld %a %a %a %a %a\n", static_cast<long long>(row.step),
+                       static_cast<long long>(row.tokens), row.loss.value_or(-1), row.val_loss.value_or(-1),
+                       row.lr.value_or(-1), row.grad_norm.value_or(-1), row.loss_scale.value_or(-1));
     return text;
 }
 

@@ -120,9 +120,7 @@ bool writes_histories(const Trainer& t) {
     return t.model.fp8_states.exists() && t.model.sharding.rank == 0 && t.model.layout.rank == 0;
 }
 std::string numbered_file(const std::string& what, int i, int n) {
-    char numbers[40];
-    std::snprintf(numbers, sizeof numbers, "-%05d-of-%05d.safetensors", i + 1, n);
-    return what + numbers;
+    return what + format("-%05d-of-%05d.safetensors", i + 1, n);
 }
 std::string state_file(int i, int n) { return n == 1 ? "optimizer.safetensors" : numbered_file("optimizer", i, n); }
 
@@ -261,7 +259,7 @@ void write_states(const Trainer& t, const std::string& path) {
             tensors.push_back(to_store(kHistories + place, all.slice(pieces[i].local_first, pieces[i].n)));
         }
     }
-    write_safetensors(path, tensors, {}, true);
+    write_safetensors(path, tensors);
 }
 
 // The errors are those of a rank's part of the gradients, of its sequences. Of weights that several ranks have, a rank
@@ -283,7 +281,7 @@ std::string compression_file(const Trainer& t) {
 void write_compression(const Trainer& t, const std::string& folder) {
     std::vector<TensorToStore> tensors;
     for (const auto& [name, tensor] : t.data_parallel.compression_states()) tensors.push_back(to_store(name, tensor));
-    if (!tensors.empty()) write_safetensors(folder + "/" + compression_file(t), tensors, {}, true);
+    if (!tensors.empty()) write_safetensors(folder + "/" + compression_file(t), tensors);
 }
 void read_compression(const Trainer& t, const std::string& folder) {
     const auto states = t.data_parallel.compression_states();

@@ -10,7 +10,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 
 namespace {
 
@@ -89,11 +88,10 @@ std::string explain_not_finite(Trainer& t, const BatchReader& data, int64_t step
                            " of the run, are finite, the first is ", where(first),
                            ": the gradients overflowed in the backward");
     }
-    char rate[32];
-    std::snprintf(rate, sizeof rate, "%.3g", learning_rate(o.schedule, step));
     const std::string change =
-        concat("with a smaller --lr (at this step it was ", rate, "), a longer --warmup, ",
-               o.clip > 0 ? "a smaller --clip" : "--clip 1", ", or with other data or another --seed");
+        concat("with a smaller --lr (at this step it was ", format("%.3g", learning_rate(o.schedule, step)),
+               "), a longer --warmup, ", o.clip > 0 ? "a smaller --clip" : "--clip 1",
+               ", or with other data or another --seed");
     if (o.checkpoint.empty()) return concat(text, ". Nothing was saved yet: start again ", change);
     return concat(text,
                   ". The last checkpoint is from before this step, but --resume would meet the same numbers and stop "

@@ -123,21 +123,15 @@ std::string one_line(std::string text) {
 }
 
 std::string progress_text(const LogRow& row, int64_t steps, double seconds_left) {
-    char text[256];
-    std::snprintf(text, sizeof text, "step %*lld/%lld | loss %.4f | lr %.2e | ",
-                  static_cast<int>(std::to_string(steps).size()), static_cast<long long>(row.step),
-                  static_cast<long long>(steps), row.loss.value_or(NAN), *row.lr);
-    std::string line = text;
-    if (row.grad_norm) std::snprintf(text, sizeof text, "norm %6.3f", *row.grad_norm);
-    else std::snprintf(text, sizeof text, "overflow: step skipped");
-    line += text;
+    std::string line =
+        format("step %*lld/%lld | loss %.4f | lr %.2e | ", static_cast<int>(std::to_string(steps).size()),
+               static_cast<long long>(row.step), static_cast<long long>(steps), row.loss.value_or(NAN), *row.lr);
+    line += row.grad_norm ? format("norm %6.3f", *row.grad_norm) : "overflow: step skipped";
     if (row.loss_scale) line += concat(" | scale ", *row.loss_scale);
-    std::snprintf(text, sizeof text, " | %7s tok/s | %4.1f%% of matmul peak", human_count(*row.tokens_per_s).c_str(),
-                  100 * *row.mfu);
-    line += text;
+    line += format(" | %7s tok/s | %4.1f%% of matmul peak", human_count(*row.tokens_per_s).c_str(), 100 * *row.mfu);
     if (row.step < steps) line += concat(" | ", human_seconds(seconds_left), " left");
-    std::snprintf(text, sizeof text, " | val loss %.4f", row.val_loss.value_or(NAN));
-    return row.val_loss ? line + text : line;
+    if (row.val_loss) line += format(" | val loss %.4f", *row.val_loss);
+    return line;
 }
 
 }  // namespace

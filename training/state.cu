@@ -71,8 +71,7 @@ void check_count(const std::string& folder, const std::string& file) {
     if (at == std::string::npos) return;
     const int n = std::atoi(file.c_str() + at + 4);
     for (int i = 1; i <= n; ++i) {
-        char other[128];
-        std::snprintf(other, sizeof other, "%s%05d%s", file.substr(0, at - 5).c_str(), i, file.substr(at).c_str());
+        const std::string other = file.substr(0, at - 5) + format("%05d", i) + file.substr(at);
         check(std::filesystem::exists(folder + "/" + other), folder, "/", other, " is missing");
     }
 }
