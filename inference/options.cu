@@ -1,4 +1,5 @@
 // inference/options.cu: the command line of generate.
+#include "core/names.h"
 #include "inference/inference.h"
 #include "io/command_line.h"
 
@@ -194,22 +195,17 @@ void check_server(const ServerOptions& s) {
 }
 
 void settle(GenerateOptions& o, const Typed& typed, const CommandLine& line) {
-    check(typed.dtype == "fp32" || typed.dtype == "bf16" || typed.dtype == "fp16", "--dtype ", typed.dtype,
-          ": use fp32, bf16 or fp16");
-    o.dtype = dtype_from_name(typed.dtype);
+    o.dtype =
+        choose<DType>("--dtype", typed.dtype, {{"fp32", DType::f32}, {"bf16", DType::bf16}, {"fp16", DType::f16}});
     o.weights = weight_format_from_name(typed.weights);
-    check(typed.cache_dtype == "same" || typed.cache_dtype == "fp8", "--cache-dtype ", typed.cache_dtype,
-          ": use same or fp8");
-    if (typed.cache_dtype == "fp8") o.engine.cache_dtype = DType::e4m3;
-    check(typed.batching == "continuous" || typed.batching == "static", "--batching ", typed.batching,
-          ": use continuous or static");
-    o.engine.scheduler.batching = typed.batching == "static" ? Batching::static_batches : Batching::continuous;
-    check(typed.preempt == "swap" || typed.preempt == "recompute", "--preempt ", typed.preempt,
-          ": use swap or recompute");
-    o.engine.scheduler.preemption = typed.preempt == "swap" ? Preemption::swap : Preemption::recompute;
-    check(typed.graphs == "auto" || typed.graphs == "on" || typed.graphs == "off", "--graphs ", typed.graphs,
-          ": use on, off or auto");
-    if (typed.graphs != "auto") o.engine.graphs = typed.graphs == "on";
+    if (choose<bool>("--cache-dtype", typed.cache_dtype, {{"same", false}, {"fp8", true}}))
+        o.engine.cache_dtype = DType::e4m3;
+    o.engine.scheduler.batching = choose<Batching>(
+        "--batching", typed.batching, {{"continuous", Batching::continuous}, {"static", Batching::static_batches}});
+    o.engine.scheduler.preemption = choose<Preemption>(
+        "--preempt", typed.preempt, {{"swap", Preemption::swap}, {"recompute", Preemption::recompute}});
+    o.engine.graphs =
+        choose<std::optional<bool>>("--graphs", typed.graphs, {{"on", true}, {"off", false}, {"auto", std::nullopt}});
     o.engine.cache.share_prefixes = !typed.no_prefix_sharing;
     if (!typed.logit_bias.empty()) o.sampling.logit_bias = parse_logit_bias("--logit-bias", typed.logit_bias);
     check(o.engine.scheduler.max_sequences >= 1 && o.engine.scheduler.step_tokens >= 1 &&

@@ -33,6 +33,7 @@
 // CPU: one thread takes 64 rows of the weight and up to 16 rows of inp, 256 columns at a time: widens these columns of
 // inp and of eight rows of the weight to float32, in the nearest cache, multiplies them, and takes the next eight rows.
 // Sums have 16 lanes, those of vector instructions, and lie in the second cache.
+#include "core/names.h"
 #include "layers/chunk.cuh"
 #include "layers/early_launch.cuh"
 #include "layers/few_rows.cuh"
@@ -344,11 +345,11 @@ int64_t expect_scales(const char* name, const QuantisedWeight& weight) {
     return n_blocks;
 }
 
-constexpr std::pair<WeightFormat, const char*> kFormatNames[] = {{WeightFormat::none, "none"},
-                                                                 {WeightFormat::int8, "int8"},
-                                                                 {WeightFormat::fp8, "fp8"},
-                                                                 {WeightFormat::int8_block, "int8-block"},
-                                                                 {WeightFormat::fp8_block, "fp8-block"}};
+constexpr Named<WeightFormat> kFormatNames[] = {{"none", WeightFormat::none},
+                                                {"int8", WeightFormat::int8},
+                                                {"fp8", WeightFormat::fp8},
+                                                {"int8-block", WeightFormat::int8_block},
+                                                {"fp8-block", WeightFormat::fp8_block}};
 
 }  // namespace
 
@@ -462,9 +463,7 @@ QuantisedWeight take_quantised_weight(Arena& arena, WeightFormat format, int64_t
 }
 
 WeightFormat weight_format_from_name(const std::string& name) {
-    for (const auto& [format, text] : kFormatNames)
-        if (name == text) return format;
-    fail("unknown format of weights '", name, "': use none, int8, fp8, int8-block or fp8-block");
+    return find_named(kFormatNames, "--weights", name).value;
 }
 
-const char* weight_format_name(WeightFormat format) { return kFormatNames[static_cast<size_t>(format)].second; }
+const char* weight_format_name(WeightFormat format) { return name_of(kFormatNames, format); }

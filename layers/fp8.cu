@@ -63,6 +63,7 @@
 //
 // Bytes: 2 read and 1 written per number (current: 4 read), compared with the product's 2 flops for each output
 // channel. In layers narrower than about 1000 channels quantising takes longer than the product gains.
+#include "core/names.h"
 #include "layers/chunk.cuh"
 #include "layers/layers.h"
 
@@ -398,16 +399,12 @@ void expect_fp8_sizes(Fp8Recipe recipe, int64_t N, int64_t C, int64_t O) {
           ": use a smaller --micro-batch");
 }
 
-constexpr std::pair<Fp8Recipe, const char*> kRecipeNames[] = {{Fp8Recipe::none, "none"},
-                                                              {Fp8Recipe::delayed, "delayed"},
-                                                              {Fp8Recipe::current, "current"},
-                                                              {Fp8Recipe::block, "block"}};
-Fp8Recipe fp8_recipe_from_name(const std::string& name) {
-    for (const auto& [recipe, its_name] : kRecipeNames)
-        if (name == its_name) return recipe;
-    fail("unknown fp8 recipe '", name, "': use delayed, current or block");
-}
-const char* fp8_recipe_name(Fp8Recipe recipe) { return kRecipeNames[static_cast<size_t>(recipe)].second; }
+constexpr Named<Fp8Recipe> kRecipeNames[] = {{"none", Fp8Recipe::none},
+                                             {"delayed", Fp8Recipe::delayed},
+                                             {"current", Fp8Recipe::current},
+                                             {"block", Fp8Recipe::block}};
+Fp8Recipe fp8_recipe_from_name(const std::string& name) { return find_named(kRecipeNames, "--fp8", name).value; }
+const char* fp8_recipe_name(Fp8Recipe recipe) { return name_of(kRecipeNames, recipe); }
 
 void fp8_amax(Tensor amax, Tensor inp, Tensor known, cudaStream_t stream) {
     const char* name = "fp8_amax";

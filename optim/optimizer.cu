@@ -1,4 +1,5 @@
 // The optimizers by name, their defaults, and the checks that all of them share.
+#include "core/names.h"
 #include "optim/optim.h"
 
 #include <algorithm>
@@ -36,11 +37,7 @@ const std::vector<Entry>& entries() {
     return table;
 }
 
-const Entry& entry(const std::string& name) {
-    for (const Entry& e : entries())
-        if (name == e.name) return e;
-    fail("unknown optimizer '", name, "': use one of ", comma_list(optimizer_names()));
-}
+const Entry& entry(const std::string& name) { return find_named(entries(), "--optimizer", name); }
 
 class ByUnit final : public Optimizer {
   public:
@@ -120,11 +117,7 @@ std::unique_ptr<Optimizer> make_optimizer(const std::string& name, Arena& arena,
 
 int64_t optimizer_granularity(const std::string& name) { return entry(name).granularity; }
 
-std::vector<std::string> optimizer_names() {
-    std::vector<std::string> names;
-    for (const Entry& e : entries()) names.push_back(e.name);
-    return names;
-}
+std::vector<std::string> optimizer_names() { return names_of(entries()); }
 
 OptimizerOptions default_optimizer_options(const std::string& name) { return entry(name).defaults; }
 

@@ -7,6 +7,7 @@
 //           0  warmup  steps
 //
 // Everything is a pure function of the Schedule and the step, in double.
+#include "core/names.h"
 #include "optim/optim.h"
 
 #include <algorithm>
@@ -41,11 +42,7 @@ constexpr Entry kTable[] = {{"constant", constant, false, false},
                             {"cosine", cosine, true},
                             {"wsd", wsd, false, true, true}};
 
-const Entry& entry(const std::string& name) {
-    for (const Entry& e : kTable)
-        if (name == e.name) return e;
-    fail("unknown schedule '", name, "': use one of ", comma_list(schedule_names()));
-}
+const Entry& entry(const std::string& name) { return find_named(kTable, "--schedule", name); }
 
 double position_of(const Schedule& s, int64_t step) {
     if (s.until == 0) return static_cast<double>(step);
@@ -55,11 +52,7 @@ double position_of(const Schedule& s, int64_t step) {
 
 }  // namespace
 
-std::vector<std::string> schedule_names() {
-    std::vector<std::string> names;
-    for (const Entry& e : kTable) names.push_back(e.name);
-    return names;
-}
+std::vector<std::string> schedule_names() { return names_of(kTable); }
 
 std::vector<std::string> schedules_that_read(double Schedule::*field) {
     std::vector<std::string> names;

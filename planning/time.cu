@@ -10,6 +10,7 @@
 // On the CPU device the same cores compute and move, so that nothing overlaps; and all kernels but the products (norms,
 // attention, activation functions, the loss, the optimizer) compute for longer than a copy of their bytes would take:
 // kCpuLeast to kCpuMost times. They convert numbers of 16 bits to float32, so that each takes the time of 4 bytes.
+#include "core/names.h"
 #include "model/sublayer.h"
 #include "planning/planning.h"
 
@@ -106,7 +107,7 @@ constexpr double kCpuLeast = 2, kCpuMost = 6;
 const DeviceSpec* named_spec(const std::string& name) {
     for (const DeviceSpec& spec : kSpecs)
         if (name == spec.name) return &spec;
-    check(name == "this", "--device-spec ", name, ": use h200, h100, a100, 4090, t4 or this");
+    check(name == "this", "--device-spec ", name, ": use ", comma_list(names_of(kSpecs)), " or this");
     return nullptr;
 }
 

@@ -444,7 +444,7 @@ TEST_CASE("few rows: every code of 8 bits stands for its number", "[few_rows]") 
 TEST_CASE("few rows: names, memory and errors", "[few_rows]") {
     for (const WeightFormat format : kFormats) CHECK(weight_format_from_name(weight_format_name(format)) == format);
     CHECK(weight_format_from_name("none") == WeightFormat::none);
-    CHECK_THROWS_WITH(weight_format_from_name("int4"), ContainsSubstring("'int4': use none, int8, fp8"));
+    CHECK_THROWS_WITH(weight_format_from_name("int4"), ContainsSubstring("--weights int4: use none, int8, fp8"));
 
     Arena arena("test");
     CHECK_THROWS_WITH(take_quantised_weight(arena, WeightFormat::none, 4, 4), ContainsSubstring("the format is none"));

@@ -592,7 +592,8 @@ TEST_CASE("fp8 says what is wrong with its arguments", "[fp8][errors]") {
         if (has_wgmma()) CHECK_NOTHROW(expect_fp8_device(recipe));
     }
     if (!has_fp8(true)) SKIP_TEST(kNeedsFp8);
-    CHECK_THROWS_WITH(fp8_recipe_from_name("mxfp8"), ContainsSubstring("'mxfp8': use delayed, current or block"));
+    CHECK_THROWS_WITH(fp8_recipe_from_name("mxfp8"),
+                      ContainsSubstring("--fp8 mxfp8: use none, delayed, current or block"));
     Arena arena("fp8");
     CHECK_THROWS_WITH(take_fp8_weight(arena, Fp8Recipe::block, 32, 40),
                       ContainsSubstring("input channels of a linear layer that are a multiple of 16, not 40"));

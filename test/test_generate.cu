@@ -573,7 +573,7 @@ TEST_CASE("generate refuses in one line what cannot be", "[generate][program]") 
         {"--prompt a --graphs maybe", "--graphs maybe: use on, off or auto"},
         {"--prompt a --draft " + trained_run() + " --draft-tokens 0", "--draft-tokens 0: it must be at least 1"},
         {"--prompt a --draft-tokens 3", "--draft-tokens 3: it must be at least 1, and is for --draft"},
-        {"--prompt a --weights int4", "unknown format of weights 'int4'"},
+        {"--prompt a --weights int4", "--weights int4: use none, int8, fp8, int8-block or fp8-block"},
         {"--prompt a --max-length 100000", "the model has 256 positions"},
         {"--prompt-ids 1,x", "--prompt-ids x: give a whole number"},
         {"--prompt-ids 1,", "--prompt-ids : give a whole number"},

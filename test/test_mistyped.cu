@@ -74,7 +74,7 @@ const std::vector<Mistyped> kMistyped = {
     {"--ranks 3e9", {"--ranks 3e9 is too large: the largest is 2147483647"}},
     // Names
     {"--dtype bf61", {"--dtype bf61: use fp32, bf16, fp16 or fp8"}},
-    {"--optimizer adamm", {"unknown optimizer 'adamm': use one of sgd,"}},
+    {"--optimizer adamm", {"--optimizer adamm: use sgd,"}},
     {"--schedule cosin", {"cosin", "cosine"}},
     {"--model gtp2", {"no model 'gtp2': use one of tiny, gpt2"}},
     {"--plan --device-spec h1000", {"--device-spec h1000: use h200, h100, a100, 4090, t4 or this"}},
@@ -201,7 +201,8 @@ TEST_CASE("what several flags mean together", "[mistyped]") {
     CHECK(parse({"--batch", "65535"}).batch == 65535);
     CHECK(parse({"--seq", "1"}).sample_tokens == 0);
     const std::pair<std::vector<std::string>, const char*> refused[] = {
-        {{"--optimizer", "lion", "--eps", "1e-6"}, "--eps has no effect with --optimizer lion: use adagrad, rmsprop,"},
+        {{"--optimizer", "lion", "--eps", "1e-6"},
+         "--eps has no effect with --optimizer lion: use --optimizer adagrad,"},
         {{"--batch", "65536"}, "a micro-batch can have at most 65535 sequences"},
         {{"--dtype", "bf16", "--grad-dtype", "fp16"}, "--grad-dtype fp16 with --dtype bf16: use fp32, same or auto"},
         {{"--ranks", "2", "--compress", "powersgd", "--compress-rank", "17"}, "--compress-rank 17: use 1 to 16"},

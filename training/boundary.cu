@@ -28,6 +28,7 @@
 // number of updates. For AdamW and most others that is one launch, and there is nothing to gain: if the kernel read
 // these numbers from memory, a launch or a copy would have to bring them there. Adafactor has six launches a unit, Muon
 // 21 a matrix, and fp8 quantises the weights; the host launches these while the device works on the graph.
+#include "core/names.h"
 #include "training/training.h"
 
 #include <bit>
@@ -54,10 +55,11 @@ std::string reason_against_run_ahead(const TrainOptions& o) {
 }
 
 bool settled(const char* flag, const std::string& typed, const std::string& reason) {
-    check(typed == "auto" || typed == "on" || typed == "off", flag, " ", typed, ": use on, off or auto");
-    check(typed != "on" || reason.empty(), flag, " on: ", reason);
     // The calls of a CPU device return when the work is done: there is nothing to be ahead of.
-    return typed == "on" || (typed == "auto" && reason.empty() && !device().is_cpu);
+    const bool automatic = reason.empty() && !device().is_cpu;
+    const bool on = choose<bool>(flag, typed, {{"on", true}, {"off", false}, {"auto", automatic}});
+    check(!on || reason.empty(), flag, " on: ", reason);
+    return on;
 }
 
 }  // namespace

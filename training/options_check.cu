@@ -1,5 +1,6 @@
 // training/options_check.cu: what flags mean together, and which of them cannot be combined. Everything here is known
 // before the model's shape and the data are; an Error names the flags and says which one to change.
+#include "core/names.h"
 #include "parallel/comm/transport.h"
 #include "training/training.h"
 
@@ -42,12 +43,11 @@ void choose_precision(TrainOptions& o, const TypedFlags& typed) {
         check(o.rank_seq() % 16 == 0, "--dtype fp8 multiplies blocks of 16 tokens: --seq ", o.seq,
               " is not a multiple of ", 16 * o.cp);
     }
-    check(typed.master == "auto" || typed.master == "fp32" || typed.master == "none", "--master ", typed.master,
-          ": use fp32, none or auto");
-    check(typed.master != "none" || p.dtype == DType::bf16,
+    const bool master = choose<bool>("--master", typed.master, {{"fp32", true}, {"none", false}, {"auto", true}});
+    check(master || p.dtype == DType::bf16,
           "--master none needs --dtype bf16 or fp8: float32 has no other "
           "weights, and float16 lacks the range");
-    p.master = p.dtype != DType::f32 && typed.master != "none";
+    p.master = master && p.dtype != DType::f32;
     if (p.dtype != DType::f32) o.optimizer_options.ns_dtype = DType::bf16;  // also of float16, which lacks the range
 
     const bool accumulates =
@@ -260,8 +260,7 @@ void settle_options(TrainOptions& o, const TypedFlags& typed) {
     if (!o.init.empty() && !o.resume) o.init = find_model_folder("--init", o.init);
     choose_optimizer(o, typed);
     o.tp_mode = tensor_mode_from_name(typed.tp_mode);
-    check(typed.dp_mode == "ddp" || typed.dp_mode == "naive", "--dp-mode ", typed.dp_mode, ": use ddp or naive");
-    o.data_parallel.naive = typed.dp_mode == "naive";
+    o.data_parallel.naive = choose<bool>("--dp-mode", typed.dp_mode, {{"ddp", false}, {"naive", true}});
     o.cp_mode = context_mode_from_name(typed.cp_mode);
     o.offload = offload_from_name(typed.offload);
     o.ranks.planning = o.plan && !started_by_mpirun();  // rank 0 plans for all

@@ -82,6 +82,7 @@
 // THE TIERS behind one function: CUDA cores (flash_attention/cores.cuh) for f32. For bf16 and f16 wgmma with the copy
 // engine, where the GPU has them (sm_90a, flash_attention/hopper.cuh), and mma.sync otherwise, the tensor cores of all
 // GPUs since sm_75 (flash_attention/mma.cuh). `--attention` chooses another one.
+#include "core/names.h"
 #include "layers/chunk.cuh"
 #include "layers/flash_attention/flash_attention.cuh"
 
@@ -166,10 +167,10 @@ FlashTier tier_of(const char* operation, FlashTier wanted, DType dtype, bool pac
     return wanted;
 }
 
-constexpr std::pair<FlashTier, const char*> kTierNames[] = {{FlashTier::automatic, "auto"},
-                                                            {FlashTier::cuda_cores, "cores"},
-                                                            {FlashTier::mma, "mma"},
-                                                            {FlashTier::hopper, "hopper"}};
+constexpr Named<FlashTier> kTierNames[] = {{"auto", FlashTier::automatic},
+                                           {"cores", FlashTier::cuda_cores},
+                                           {"mma", FlashTier::mma},
+                                           {"hopper", FlashTier::hopper}};
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Scratch of the backward
@@ -208,14 +209,10 @@ FlashTier tier_of_columns(FlashTier tier, DType dtype, int64_t D, int64_t Dv) {
 
 bool has_wgmma() { return device().capability == 90; }
 
-FlashTier flash_tier_from_name(const std::string& name) {
-    for (const auto& [tier, its_name] : kTierNames)
-        if (name == its_name) return tier;
-    fail("unknown tier of attention '", name, "': use auto, cores, mma or hopper");
-}
+FlashTier flash_tier_from_name(const std::string& name) { return find_named(kTierNames, "--attention", name).value; }
 
 void expect_flash_tier(FlashTier tier, DType dtype) {
-    const char* name = kTierNames[static_cast<size_t>(tier)].second;
+    const char* name = name_of(kTierNames, tier);
     const bool f32 = dtype == DType::f32;
     if (tier == FlashTier::cuda_cores)
         check(f32 || device().is_cpu, "attention on '", name, "' is for f32 on a GPU, not for ", dtype_name(dtype),

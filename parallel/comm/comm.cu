@@ -1,4 +1,5 @@
 // comm.cu: communicators: checks, the order of calls, and the collectives that are not worth a file of their own.
+#include "core/names.h"
 #include "core/run_on_host.h"
 #include "parallel/comm/transport.h"
 
@@ -36,22 +37,20 @@ void recv_tensor(Comm& comm, const Tensor& tensor, int from, cudaStream_t stream
 
 namespace {
 struct Algorithm {
-    AllReduce value;
     const char* name;
+    AllReduce value;
     void (*all_reduce)(Comm& comm, Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream);
 };
-constexpr Algorithm kAlgorithms[] = {{AllReduce::library, "library", nullptr},
-                                     {AllReduce::ring, "ring", ring_all_reduce},
-                                     {AllReduce::tree, "tree", tree_all_reduce},
-                                     {AllReduce::halving, "halving", halving_all_reduce},
-                                     {AllReduce::two_level, "two-level", two_level_all_reduce}};
-
-const Algorithm& find_algorithm(AllReduce value) {
-    for (const Algorithm& its : kAlgorithms)
-        if (its.value == value) return its;
-    fail("algorithm ", static_cast<int>(value), " of all_reduce is unknown: add it to kAlgorithms (comm.cu)");
-}
+constexpr Algorithm kAlgorithms[] = {{"library", AllReduce::library, nullptr},
+                                     {"ring", AllReduce::ring, ring_all_reduce},
+                                     {"tree", AllReduce::tree, tree_all_reduce},
+                                     {"halving", AllReduce::halving, halving_all_reduce},
+                                     {"two-level", AllReduce::two_level, two_level_all_reduce}};
 }  // namespace
+
+std::vector<std::string> all_reduce_names() { return names_of(kAlgorithms); }
+AllReduce all_reduce_from_name(const std::string& name) { return find_named(kAlgorithms, "--all-reduce", name).value; }
+const char* all_reduce_name(AllReduce algorithm) { return name_of(kAlgorithms, algorithm); }
 
 const std::vector<AllReduce>& all_reduce_algorithms() {
     static const std::vector<AllReduce> values = [] {
@@ -61,20 +60,6 @@ const std::vector<AllReduce>& all_reduce_algorithms() {
     }();
     return values;
 }
-
-std::vector<std::string> all_reduce_names() {
-    std::vector<std::string> names;
-    for (const Algorithm& its : kAlgorithms) names.emplace_back(its.name);
-    return names;
-}
-
-AllReduce all_reduce_from_name(const std::string& name) {
-    for (const Algorithm& its : kAlgorithms)
-        if (name == its.name) return its.value;
-    fail("--all-reduce ", name, ": use ", comma_list(all_reduce_names()));
-}
-
-const char* all_reduce_name(AllReduce algorithm) { return find_algorithm(algorithm).name; }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Life of a communicator
@@ -223,7 +208,8 @@ void Comm::all_reduce(Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream) 
     if (size == 1) return copy_own(out, inp, stream);
     collective("all_reduce", out.bytes(), stream, [&] {
         if (out.n() == 0) return;
-        if (const auto ours = find_algorithm(algorithm).all_reduce) return ours(*this, out, inp, op, stream);
+        if (const auto ours = std::ranges::find(kAlgorithms, algorithm, &Algorithm::value)->all_reduce)
+            return ours(*this, out, inp, op, stream);
         if (!transport_->has_native()) return rank_order_all_reduce(*this, out, inp, op, stream);
         note_native_traffic(2 * share_of(*this, out.bytes()));
         native_reduce(out, inp, op, stream, [&](const Tensor& to, const Tensor& from) {

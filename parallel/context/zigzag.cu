@@ -24,6 +24,7 @@
 // ranks have the same, to the pair. This also holds for each step of a ring by itself: of the keys of rank j < r all
 // queries of rank r see the first chunk, and none of them the second; of the keys of rank j > r only the later half of
 // the queries see something, but both chunks. Either way 2 c^2 pairs.
+#include "core/names.h"
 #include "parallel/context/context.h"
 
 #include <utility>
@@ -55,15 +56,10 @@ ZigZag make_zigzag(int64_t T, int n) {
 }
 
 namespace {
-constexpr std::pair<ContextMode, const char*> kModes[] = {{ContextMode::ring, "ring"},
-                                                          {ContextMode::ulysses, "ulysses"}};
+constexpr Named<ContextMode> kModes[] = {{"ring", ContextMode::ring}, {"ulysses", ContextMode::ulysses}};
 }
-ContextMode context_mode_from_name(const std::string& name) {
-    for (const auto& [mode, its_name] : kModes)
-        if (name == its_name) return mode;
-    fail("--cp-mode ", name, ": use ring or ulysses");
-}
-const char* context_mode_name(ContextMode mode) { return kModes[static_cast<size_t>(mode)].second; }
+ContextMode context_mode_from_name(const std::string& name) { return find_named(kModes, "--cp-mode", name).value; }
+const char* context_mode_name(ContextMode mode) { return name_of(kModes, mode); }
 
 std::unique_ptr<ContextParallel> make_context_parallel(ContextMode mode, Comm& comm, const ZigZag& zigzag) {
     return mode == ContextMode::ring ? make_ring_attention(comm, zigzag) : make_ulysses(comm, zigzag);

@@ -32,6 +32,7 @@
 // and the losses in doc/compression.md show what that costs.
 #include "parallel/data/compress.h"
 
+#include "core/names.h"
 #include "core/kernel.cuh"
 
 #include <algorithm>
@@ -296,21 +297,17 @@ class CompressedDdp final : public Scheme {
     std::unique_ptr<Compressor> compressor_;
 };
 
-constexpr std::pair<Compression, const char*> kNames[] = {{Compression::none, "none"},
-                                                          {Compression::bf16, "bf16"},
-                                                          {Compression::fp8, "fp8"},
-                                                          {Compression::power_sgd, "powersgd"},
-                                                          {Compression::one_bit, "1bit"}};
+constexpr Named<Compression> kNames[] = {{"none", Compression::none},
+                                         {"bf16", Compression::bf16},
+                                         {"fp8", Compression::fp8},
+                                         {"powersgd", Compression::power_sgd},
+                                         {"1bit", Compression::one_bit}};
 
 }  // namespace
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-Compression compression_from_name(const std::string& name) {
-    for (const auto& [kind, its_name] : kNames)
-        if (name == its_name) return kind;
-    fail("--compress ", name, ": use none, bf16, fp8, powersgd or 1bit");
-}
+Compression compression_from_name(const std::string& name) { return find_named(kNames, "--compress", name).value; }
 
 std::unique_ptr<Compressor> make_compressor(Comm& comm, const CompressOptions& options) {
     switch (options.kind) {

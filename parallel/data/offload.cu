@@ -31,6 +31,7 @@
 // unified: the ordinary update on the device, on memory whose pages move when they are touched. A page fault costs some
 // 20 us, for which the kernel waits, and moves 2 MiB at most; so the pages of a unit are sent for while the unit before
 // is updated, and sent home when it is done. Two units' states are on the device at a time, at most.
+#include "core/names.h"
 #include "parallel/data/data.h"
 
 namespace {
@@ -61,11 +62,11 @@ void prefetch(const Tensor& tensor, bool to_device, cudaStream_t stream) {
 }  // namespace
 
 Offload offload_from_name(const std::string& name) {
-    if (name == "none") return Offload::none;
-    if (name == "optimizer") return Offload::optimizer;
-    if (name == "params") return Offload::params;
-    check(name == "unified", "--offload ", name, ": use none, optimizer, params or unified");
-    return Offload::unified;
+    return choose<Offload>("--offload", name,
+                           {{"none", Offload::none},
+                            {"optimizer", Offload::optimizer},
+                            {"params", Offload::params},
+                            {"unified", Offload::unified}});
 }
 
 OffloadedUpdate::OffloadedUpdate(const FlatParameters& p, const std::unique_ptr<Optimizer>& optimizer, bool norm_first)

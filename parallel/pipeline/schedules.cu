@@ -10,6 +10,7 @@
 // Both wait for (p - 1) (F + B), where B is the whole backward, in m (F + B) + that: a bubble of (p - 1) / (m + p - 1).
 // But what a forward saves is kept for m micro-batches by GPipe, and for p - s by stage s of 1F1B, because it computes
 // a backward as soon as there is one.
+#include "core/names.h"
 #include "parallel/pipeline/pipeline.h"
 
 #include <algorithm>
@@ -138,20 +139,12 @@ constexpr Entry kSchedules[] = {{"naive", naive},
                                 {"pipedream", pipedream, 1, true},
                                 {"2bw", pipedream_2bw, 1, true}};
 
-const Entry& entry(const std::string& name) {
-    for (const Entry& its : kSchedules)
-        if (name == its.name) return its;
-    fail("unknown pipeline schedule '", name, "': use one of ", comma_list(schedule_names_of_pipelines()));
-}
+const Entry& entry(const std::string& name) { return find_named(kSchedules, "--pipeline", name); }
 
 }  // namespace
 
 const std::vector<std::string>& schedule_names_of_pipelines() {
-    static const std::vector<std::string> names = [] {
-        std::vector<std::string> all;
-        for (const Entry& e : kSchedules) all.emplace_back(e.name);
-        return all;
-    }();
+    static const std::vector<std::string> names = names_of(kSchedules);
     return names;
 }
 

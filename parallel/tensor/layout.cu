@@ -8,19 +8,16 @@
 //
 // In all but 3d what enters a sub-layer is divided as what leaves it. In 3d a product exchanges the parts of y and z:
 // an output has the layout that the next product takes as its input.
+#include "core/names.h"
 #include "parallel/tensor/tensor.h"
 
 #include <cmath>
 
 namespace {
-struct ModeName {
-    TensorMode mode;
-    const char* name;
-};
-constexpr ModeName kModes[] = {{TensorMode::one_d, "1d"},
-                               {TensorMode::two_d, "2d"},
-                               {TensorMode::two_half_d, "2.5d"},
-                               {TensorMode::three_d, "3d"}};
+constexpr Named<TensorMode> kModes[] = {{"1d", TensorMode::one_d},
+                                        {"2d", TensorMode::two_d},
+                                        {"2.5d", TensorMode::two_half_d},
+                                        {"3d", TensorMode::three_d}};
 
 // The whole root of n, or 0.
 int exact_root(int n, int power) {
@@ -29,12 +26,8 @@ int exact_root(int n, int power) {
 }
 }  // namespace
 
-TensorMode tensor_mode_from_name(const std::string& name) {
-    for (const ModeName& each : kModes)
-        if (name == each.name) return each.mode;
-    fail("--tp-mode ", name, ": use 1d, 2d, 2.5d or 3d");
-}
-const char* tensor_mode_name(TensorMode mode) { return kModes[static_cast<size_t>(mode)].name; }
+TensorMode tensor_mode_from_name(const std::string& name) { return find_named(kModes, "--tp-mode", name).value; }
+const char* tensor_mode_name(TensorMode mode) { return name_of(kModes, mode); }
 
 TensorLayout tensor_layout(TensorMode mode, int rank, int size, bool sequence, int depth) {
     check(mode == TensorMode::one_d || !sequence, "--sp with --tp-mode ", tensor_mode_name(mode),
