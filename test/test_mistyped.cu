@@ -108,9 +108,8 @@ const std::vector<Mistyped> kMistyped = {
 
 }  // namespace
 
-TEST_CASE("40 mistyped command lines, each with the message that helps", "[program][mistyped]") {
+TEST_CASE("mistyped command lines, each with the message that helps", "[program][mistyped]") {
     const TempFolder folder;  // in which all of them start, and which stays empty
-    REQUIRE(kMistyped.size() >= 40);
     const TempFolder link;  // without the blanks that the path of this folder may have
     const std::string golden = link / "golden";
     std::filesystem::create_directory_symlink(std::filesystem::absolute("test/golden"), golden);
