@@ -54,7 +54,7 @@ Shown shown() {
 std::string cpu_model() {
     std::ifstream info("/proc/cpuinfo");
     for (std::string line; std::getline(info, line);)
-        if (line.rfind("model name", 0) == 0) return line.substr(line.find(':') + 2);
+        if (line.starts_with("model name")) return line.substr(line.find(':') + 2);
     utsname system{};  // ARM processors have no name there: "aarch64"
     return uname(&system) == 0 ? system.machine : "CPU";
 }

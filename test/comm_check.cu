@@ -151,7 +151,7 @@ void run(int argc, char** argv) {
     }
     check(std::ranges::count(kModes, mode) > 0, "'", mode, "' is no mode: test/comm_check.cu lists them");
     run_ranks(options, [&](Comm& world) {
-        if (mode.rfind("overlap", 0) == 0) {
+        if (mode.starts_with("overlap")) {
             overlap(world, mode != "overlap-early", mode != "overlap-late");
             if (world.rank == 0) std::printf("all right\n");
             return;

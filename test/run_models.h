@@ -88,7 +88,7 @@ inline void check_pipeline_traffic(const std::string& out) {
     if (table == std::string::npos) return;
     std::istringstream lines(out.substr(table));
     int n_ranks = 0;
-    for (std::string line; std::getline(lines, line) && line.rfind("account", 0) != 0;) {
+    for (std::string line; std::getline(lines, line) && !line.starts_with("account");) {
         long long rank, activations[2], messages[2], bytes[2];
         if (std::sscanf(line.c_str(), "%lld %lld %lld %lld %lld %lld %lld", &rank, &activations[0], &activations[1],
                         &messages[0], &messages[1], &bytes[0], &bytes[1]) != 7)

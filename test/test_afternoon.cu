@@ -87,7 +87,7 @@ void load_with_transformers(const Desk& desk) {
     if (loaded.status == 77 || loaded.status == 127) return;  // there is no torch, no transformers, or no Python
     INFO(loaded.out << loaded.err);
     CHECK(loaded.status == 0);
-    CHECK(loaded.out.rfind("check_folder: ok", 0) == 0);  // and it has generated text
+    CHECK(loaded.out.starts_with("check_folder: ok"));  // and it has generated text
 }
 
 // Models of bytes. The tokenizer of the first run is not theirs.

@@ -101,7 +101,7 @@ std::set<std::string> waits_of(const Mode& mode) {
     std::istringstream lines(outcome.err);
     const std::string before = "wait at ";
     for (std::string line; std::getline(lines, line);)
-        if (line.rfind(before, 0) == 0 && !is_exception(mode, line.substr(before.size())))
+        if (line.starts_with(before) && !is_exception(mode, line.substr(before.size())))
             places.insert(line.substr(before.size()));
     REQUIRE(!places.empty());
     return places;

@@ -21,7 +21,7 @@ std::string line_of(const std::string& text, const std::string& heading, const s
     for (std::string line; std::getline(lines, line);) {
         const std::vector<std::string> got = words(line);
         if (inside && got.size() >= wanted.size() && std::equal(wanted.begin(), wanted.end(), got.begin())) return line;
-        inside = inside || line.rfind(heading, 0) == 0;
+        inside = inside || line.starts_with(heading);
     }
     FAIL("no line \"" << first << "\" after \"" << heading << "\" in:\n" << text);
     return "";

@@ -42,7 +42,7 @@ std::vector<json> lines_of(const std::string& path) {
 TEST_CASE("generate goes on from a prompt, the same way in every setting", "[generate][program]") {
     const Outcome text = generate("--prompt 'Line 1' --tokens 20 --seed 3");
     CHECK(text.status == 0);
-    CHECK(text.out.rfind("Line 1", 0) == 0);
+    CHECK(text.out.starts_with("Line 1"));
     CHECK(text.out.size() >= 6 + 20 + 1);  // a byte for each token, more where it is shown as another character
     const std::string ids = " --prompt-ids 76,105,110,101 --tokens 20 --seed 3 --ids";
     const Outcome plain = generate(ids);
@@ -60,11 +60,11 @@ TEST_CASE("generate goes on from a prompt, the same way in every setting", "[gen
     for (const std::string dtype : {"bf16", "fp16"}) CHECK(generate(ids + " --dtype " + dtype).status == 0);
     const std::string samples = generate(ids + " --samples 3").out;
     CHECK(std::count(samples.begin(), samples.end(), '\n') == 3);
-    CHECK(samples.rfind(plain.out, 0) == 0);  // the first sample is the only one of above
+    CHECK(samples.starts_with(plain.out));  // the first sample is the only one of above
     const std::string forced =
         "--prompt-ids 76 --tokens 3 --ids --temperature 0 --logprobs 1 --logit-bias 120:100,32:-9";
     const std::string table = generate(forced).out;
-    CHECK(table.rfind("120,120,120\nlog-probability", 0) == 0);
+    CHECK(table.starts_with("120,120,120\nlog-probability"));
     CHECK(std::count(table.begin(), table.end(), '\n') == 2 + 3);
     CHECK(generate(forced + " --lookup 2").out == table);
     const std::string of_drawn = generate(forced + " --logprobs 0").out;  // of the drawn tokens alone

@@ -104,7 +104,7 @@ TEST_CASE("a ladder says in one line what it cannot do", "[program][ladders]") {
         const Outcome outcome = run_program("dev/" + c.name, c.arguments);
         INFO(c.name << ' ' << c.arguments << "\nstderr: " << outcome.err);
         CHECK(outcome.status == 2);
-        CHECK(outcome.err.rfind(c.name + ": ", 0) == 0);
+        CHECK(outcome.err.starts_with(c.name + ": "));
         CHECK(std::count(outcome.err.begin(), outcome.err.end(), '\n') == 1);
         CHECK_THAT(outcome.err, ContainsSubstring(c.says));
     }

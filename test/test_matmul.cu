@@ -214,7 +214,7 @@ TEST_CASE("matmul: ours for Hopper, where it is chosen and takes the product", "
         int64_t products = 0, of_ours = 0;
         for (const NotedLaunch& launch : notes.launches) {
             products += launch.kernel == "matmul";
-            of_ours += launch.kernel.rfind("hopper_matmul", 0) == 0;
+            of_ours += launch.kernel.starts_with("hopper_matmul");
         }
         // GELU is of products with transposed weights; float32 is multiplied without tensor cores.
         CHECK(of_ours == (has_wgmma() && dtype != DType::f32 ? 2 : 0));

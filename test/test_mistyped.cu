@@ -110,7 +110,7 @@ const std::vector<Mistyped> kMistyped = {
 
 TEST_CASE("mistyped command lines, each with the message that helps", "[program][mistyped]") {
     const TempFolder folder;  // in which all of them start, and which stays empty
-    const TempFolder link;  // without the blanks that the path of this folder may have
+    const TempFolder link;    // without the blanks that the path of this folder may have
     const std::string golden = link / "golden";
     std::filesystem::create_directory_symlink(std::filesystem::absolute("test/golden"), golden);
     Config one_block = load_config("tiny");
@@ -124,7 +124,7 @@ TEST_CASE("mistyped command lines, each with the message that helps", "[program]
         CHECK(outcome.status == 2);
         CHECK(outcome.out == "");
         CHECK(folder.listing() == "");
-        CHECK(outcome.err.rfind("train_gpt: ", 0) == 0);
+        CHECK(outcome.err.starts_with("train_gpt: "));
         for (const std::string& words : line.says) CHECK(one_line_with(line_of(outcome), words));
     }
 }

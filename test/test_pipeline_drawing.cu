@@ -53,9 +53,8 @@ std::map<std::string, std::string> rows_of(const std::string& drawing, size_t wi
     std::istringstream lines(drawing);
     for (std::string line; std::getline(lines, line);) {
         CHECK(line.size() <= width);
-        if (line.rfind("from time ", 0) == 0)
-            first = static_cast<size_t>(std::lround(unit * std::stod(line.substr(10))));
-        if (line.rfind("rank ", 0) != 0) continue;
+        if (line.starts_with("from time ")) first = static_cast<size_t>(std::lround(unit * std::stod(line.substr(10))));
+        if (!line.starts_with("rank ")) continue;
         std::string& row = rows[line.substr(0, line.find(' ', 5))];
         const size_t label = line.find_first_not_of(' ', line.find(' ', 5));
         if (label == std::string::npos) continue;
@@ -182,7 +181,7 @@ TEST_CASE("--draw has parts of about the same width below each other, where a ro
         std::vector<double> begins;
         for (std::string line; std::getline(lines, line);) {
             CHECK(line.size() <= width);
-            if (line.rfind("from time ", 0) == 0) begins.push_back(std::stod(line.substr(10)));
+            if (line.starts_with("from time ")) begins.push_back(std::stod(line.substr(10)));
         }
         CHECK(begins.empty() == (3 * simulation.end <= static_cast<double>(width - kLabel)));
         if (begins.empty()) continue;
@@ -205,7 +204,7 @@ TEST_CASE("--draw has room for each name, whatever the durations are", "[pipelin
             std::istringstream lines(text);
             for (std::string line; std::getline(lines, line);)
                 for (const Drawn& drawn : names_in(line.substr(std::min(line.size(), kLabel))))
-                    if (line.rfind("rank ", 0) == 0) micro_batches[line.substr(0, 6)].push_back(drawn.micro);
+                    if (line.starts_with("rank ")) micro_batches[line.substr(0, 6)].push_back(drawn.micro);
             for (int rank = 0; rank < p; ++rank) {
                 std::vector<int> wanted;
                 for (const Action& a : computing_of(s, rank)) wanted.push_back(a.micro);

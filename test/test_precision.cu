@@ -270,8 +270,8 @@ TEST_CASE("the plan's table of activations has what plans with each --recompute 
         INFO(text);
         std::istringstream lines(text.substr(text.find("activations of")));
         std::string names;
-        for (std::string line; std::getline(lines, line) && line.rfind("in all", 0) != 0;) {
-            if (line.rfind("  --recompute ", 0) != 0) continue;
+        for (std::string line; std::getline(lines, line) && !line.starts_with("in all");) {
+            if (!line.starts_with("  --recompute ")) continue;
             const std::string its_name = line.substr(14, line.find(' ', 14) - 14);
             names += its_name + " ";
             CHECK((line.find(run) != std::string::npos) == (its_name == name));

@@ -29,7 +29,7 @@ std::vector<std::string> kernels_of_account(const std::string& path) {
     std::vector<std::string> names;
     const auto rows = read_tsv(path);
     for (size_t i = 1; i < rows.size(); ++i)
-        if (rows[i][0].rfind("mem", 0) != 0) names.push_back(rows[i][0]);
+        if (!rows[i][0].starts_with("mem")) names.push_back(rows[i][0]);
     return names;
 }
 
@@ -160,7 +160,7 @@ TEST_CASE("the account of GPT-2 124M on an H100", "[program][account]") {
     for (size_t i = 1; i < rows.size(); ++i) {
         const double flops = std::stod(rows[i][9]);
         if (rows[i][1] == "block products" || rows[i][1] == "head products") products += flops;
-        if (rows[i][0].rfind("hopper_matmul", 0) == 0) of_ours += flops;
+        if (rows[i][0].starts_with("hopper_matmul")) of_ours += flops;
         if (rows[i][1].find("attention") != std::string::npos) attention += flops;
     }
     const double tokens = 65536, weights = 12 * 12 * 768.0 * 768 + 50304 * 768.0;
@@ -356,7 +356,7 @@ TEST_CASE("a launch is predicted by its bytes or its FLOPs, and by the share tha
             seen.insert(group);
             const auto number = [&](size_t column) { return std::stod(rows[i][column]); };
             const bool is_product = number(2) > 0, reads_rows = kernel.find("delta") != std::string::npos,
-                       multiplies = is_product || (group.rfind("attention", 0) == 0 && !reads_rows);
+                       multiplies = is_product || (group.starts_with("attention") && !reads_rows);
             // What a product sums beside it takes a kernel of its own.
             const double again = number(8) / 3e12, sums = is_product ? again : 0;
             const double roofline =

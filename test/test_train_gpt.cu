@@ -293,7 +293,7 @@ TEST_CASE("bad input ends with one line that says what to do", "[program][train_
         const Outcome outcome = train("--out " + run + " " + c.arguments);
         INFO(c.arguments << "\nstderr: " << outcome.err);
         CHECK(one_line_with(line_of(outcome), c.says));
-        CHECK(outcome.err.rfind("train_gpt: ", 0) == 0);
+        CHECK(outcome.err.starts_with("train_gpt: "));
         CHECK_FALSE(std::filesystem::exists(run));
     }
     CHECK(run_program("train_gpt", "--resume").err ==

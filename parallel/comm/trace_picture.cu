@@ -42,7 +42,7 @@ constexpr Style kCollectives[] = {{"all_reduce", {205, 75, 75}},  {"reduce_scatt
 template <size_t n>
 const Style* style_of(const Style (&styles)[n], const std::string& what) {
     for (const Style& style : styles)
-        if (what.rfind(style.start, 0) == 0) return &style;
+        if (what.starts_with(style.start)) return &style;
     return nullptr;
 }
 
