@@ -30,7 +30,6 @@
 
 #include <algorithm>
 #include <cctype>
-#include <cmath>
 #include <cstdlib>
 #include <limits>
 #include <optional>

@@ -21,8 +21,6 @@
 #include "io/io.h"
 #include "model/sublayer.h"
 
-#include <algorithm>
-
 Recompute parse_recompute(const std::string& text) {
     if (text == "none") return {};
     if (text == "full") return {.every = 1};

@@ -14,8 +14,6 @@
 
 #include <omp.h>
 
-#include <functional>
-
 namespace {
 
 struct NoCopy {};
