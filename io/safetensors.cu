@@ -279,7 +279,7 @@ void SafetensorsReader::add_shards(const std::string& index_path) {
 const StoredTensor& SafetensorsReader::at(const std::string& name) const {
     const auto found = tensors_.find(name);
     if (found != tensors_.end()) return found->second;
-    std::vector<std::pair<int, std::string>> nearest;
+    std::vector<std::pair<size_t, std::string>> nearest;
     for (const auto& [other, tensor] : tensors_) nearest.push_back({edit_distance(name, other), in_quotes(other)});
     const size_t n_shown = std::min<size_t>(3, nearest.size());
     std::partial_sort(nearest.begin(), nearest.begin() + static_cast<long>(n_shown), nearest.end());
