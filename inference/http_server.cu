@@ -12,7 +12,6 @@
 #include <fcntl.h>
 
 #include <algorithm>
-#include <cctype>
 
 namespace {
 
@@ -24,15 +23,6 @@ bool same_key(const std::string& given, const std::string& wanted) {
     return difference == 0;
 }
 
-// A path as a regular expression that matches nothing else.
-std::string pattern_of(const std::string& path) {
-    std::string pattern;
-    for (const char c : path) {
-        if (!std::isalnum(static_cast<unsigned char>(c))) pattern += '\\';
-        pattern += c;
-    }
-    return pattern;
-}
 bool matches(const Route& route, const std::string& path) {
     if (!route.path.ends_with("/*")) return path == route.path;
     const std::string folder = route.path.substr(0, route.path.size() - 1);
@@ -86,11 +76,11 @@ struct HttpServer::Impl : httplib::Server {
             const int yes = 1;
             ::setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
         });
-        for (const Route& route : routes_)
-            if (route.method == "POST")
-                Post(pattern_of(route.path),
-                     [this, &route](const httplib::Request& request, httplib::Response& response,
-                                    const httplib::ContentReader& body) { respond(route, request, response, &body); });
+        Post(".*",
+             [this](const httplib::Request& request, httplib::Response& response, const httplib::ContentReader& body) {
+                 if (const Route* const route = find_route(request, response))
+                     respond(*route, request, response, &body);
+             });
         // Before the body is read. Only a POST has one that matters.
         set_pre_routing_handler([this](const httplib::Request& request, httplib::Response& response) {
             if (!has_clear_length(request, response)) return HandlerResponse::Handled;
