@@ -103,7 +103,15 @@ inline size_t count(const std::string& text, const std::string& what) {
     return n;
 }
 
-// The same tensors, with NaN for every number, and without checksums.
+// Of a run: the folder of its newest checkpoint, and the file with the weights there.
+inline std::string newest_checkpoint(const std::string& run) {
+    const auto found = latest_checkpoint(run);
+    REQUIRE(found.has_value());
+    return *found;
+}
+inline std::string weights_of(const std::string& run) { return slurp(newest_checkpoint(run) + "/model.safetensors"); }
+
+// The same tensors, with NaN for every number.
 inline void fill_with_nan(const std::string& path) {
     const SafetensorsReader file(path);
     std::vector<TensorToStore> tensors;

@@ -563,11 +563,8 @@ TEST_CASE("powersgd's sums of what ranks of --tp all have are the same, whatever
     REQUIRE(train(flags + (folder / "whole")).status == 0);
     REQUIRE(train(flags + (folder / "parts") + " --stop-after 3").status == 0);
     REQUIRE(train(flags + (folder / "parts") + " --resume").status == 0);
-    const auto weights = [&](const char* run) {
-        return slurp(latest_checkpoint(folder / run).value() + "/model.safetensors");
-    };
     CHECK(losses(folder / "parts") == losses(folder / "whole"));
-    CHECK((weights("parts") == weights("whole")));
+    CHECK((weights_of(folder / "parts") == weights_of(folder / "whole")));
 }
 
 TEST_CASE("what --compress cannot be combined with", "[program][compress]") {

@@ -58,7 +58,6 @@ bool same_bits(const std::vector<LogRow>& a, const std::vector<LogRow>& b) {
         if (a[i].loss != b[i].loss || a[i].val_loss != b[i].val_loss || a[i].grad_norm != b[i].grad_norm) return false;
     return a.size() == b.size();
 }
-std::string weights_of(const std::string& run) { return slurp(latest_checkpoint(run).value() + "/model.safetensors"); }
 
 const std::vector<std::string> kModes = {"--zero 0", "--dp-mode naive", "--zero 1", "--zero 2", "--zero 3"};
 
@@ -152,9 +151,8 @@ TEST_CASE("ranks without a sequence to evaluate take part", "[program][ranks]") 
     const TempFolder folder;
     const std::string flags = " --steps 1 --warmup 0 --batch 3 --model ";
     train(flags + odd_model(false), folder / "model");
-    const std::string init = flags + latest_checkpoint(folder / "model").value() +
-                             "/config.json --val-sequences 1 --init " + latest_checkpoint(folder / "model").value() +
-                             " --ranks 3 ";
+    const std::string model = newest_checkpoint(folder / "model");
+    const std::string init = flags + model + "/config.json --val-sequences 1 --init " + model + " --ranks 3 ";
     // Before the first step nothing is in the memory of the micro-batches but what was there.
     CHECK(same_bits(train(init + "--zero 3", folder / "sharded", "MALLOC_PERTURB_=1 "),
                     train(init + "--zero 0", folder / "whole")));

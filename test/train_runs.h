@@ -33,14 +33,6 @@ inline Outcome with_background(const TempFolder& folder, const std::string& comm
                             folder / "out", " 2> ", folder / "err", " & pid=$!; ", script));
 }
 
-inline std::string newest_checkpoint(const std::string& run) {
-    const auto found = latest_checkpoint(run);
-    REQUIRE(found.has_value());
-    return *found;
-}
-
-inline std::string weights_of(const std::string& run) { return slurp(newest_checkpoint(run) + "/model.safetensors"); }
-
 // The rows of log.csv without the columns that measure time.
 inline std::string log_without_times(const std::string& run) {
     std::string text;
