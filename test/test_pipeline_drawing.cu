@@ -16,9 +16,9 @@ namespace {
 
 using Ranks = std::vector<std::vector<Span>>;
 
-PipelineSchedule made(const std::string& name, int p, int m, bool vertical_sync = false) {
+PipelineSchedule made(const std::string& name, int p, int m) {
     ScheduleOptions o;
-    o.name = name, o.p = p, o.m = m, o.vertical_sync = vertical_sync, o.per_update = p;
+    o.name = name, o.p = p, o.m = m, o.per_update = p;
     return make_schedule(o);
 }
 

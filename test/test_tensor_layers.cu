@@ -298,7 +298,7 @@ Values random_parameters(const Config& c, DType dtype, const std::string& part) 
     const Model model = build_model(c, {.dtype = dtype}, c.T_max, weights, grads, masters);
     Values values;
     for (const Param& param : model.params) {
-        const int64_t n = (param.value.shape[0] - param.padded_rows) * (param.value.n() / param.value.shape[0]);
+        const int64_t n = param.used_n();
         const bool is_norm = !param.decay && param.name.ends_with(".weight");
         const bool of_attention = param.name.find("attn") != std::string::npos;
         const bool is_output = param.name.find("c_proj") != std::string::npos ||
