@@ -688,7 +688,7 @@ help:
 	@echo 'make house-check            no file includes upwards (FLOORS in the Makefile) or lacks a standard header, no function is'
 	@echo '                            longer than a screen'
 	@echo 'make docs                   write what README.md and doc/ quote of the programs'
-	@echo 'make flags                  write doc/flags.md alone, which takes less time'
+	@echo 'make flags                  write doc/flags.md and doc/floors.svg alone, which takes less time'
 	@echo 'make clean                  remove all that was built'
 	@echo
 	@echo 'DEVICE=cpu|cuda             the device to build for; now $(DEVICE): $(REASON)'

@@ -5,8 +5,8 @@
 // documents and windows limit what is seen. The product's kernels handle all of this. Here it would only make the steps
 // harder to see.)
 //
-// Both programs go through pairs (query t, key s), in tiles. "Rows" are the tokens that a block or a warp owns and sums
-// for: queries in the forward. "Others" are those that are read tile by tile: keys in the forward.
+// Forward and backward go through pairs (query t, key s), in tiles. "Rows" are the tokens that a block or a warp owns
+// and sums for: queries in the forward. "Others" are those that are read tile by tile: keys in the forward.
 #pragma once
 
 #include "dev/ladder.h"

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """dev/docs.py: checks that README.md and doc/ agree with the sources and the programs.
 
-    dev/docs.py write     writes doc/flags.md and what the commands quoted in the pages print   (make docs)
+    dev/docs.py write     writes doc/flags.md, doc/floors.svg and what the commands quoted in the pages print   (make docs)
     dev/docs.py flags     writes doc/flags.md and doc/floors.svg alone: these need ./train_gpt and ./generate   (make flags)
     dev/docs.py check     says what is wrong; exit status 1 if anything is                      (make test)
 

@@ -1,4 +1,5 @@
-// dev/program.h: what the programs of this folder share: how they end, and numbers on their command lines.
+// dev/program.h: what the programs of this folder share: how they end, numbers on their command lines, medians, and the
+// colours of ranks.
 #pragma once
 
 #include "io/io.h"

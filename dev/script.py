@@ -1,4 +1,5 @@
-"""dev/script.py: what the Python scripts of this folder share: how they are asked, read, refuse and end.
+"""dev/script.py: what the Python scripts of this folder share: how they are asked, read files, run commands, refuse and
+end.
 """
 import os
 import re

@@ -91,7 +91,8 @@ class SavedTaker {
     const int64_t B, T, N, rows;
 
     void begin_block() { next_ = 0; }
-    // (N, columns), of the model's dtype, or in float32 what norms divided by: kept from the forward to the backward.
+    // (N, columns), of the model's dtype, or in float32 the factors of norms (rstd): kept from the forward to the
+    // backward.
     Tensor keep(const char* what, int64_t columns) { return arena_.take(what, dtype_, {N, columns}); }
     Tensor keep_norms(int64_t columns) { return arena_.take("norms", DType::f32, {N, columns}); }
     Tensor keep_rows(const char* what, int64_t columns) { return arena_.take(what, dtype_, {rows, columns}); }

@@ -1,4 +1,4 @@
-// The optimizers by name, their defaults, and the checks that all of them share.
+// The optimizers by name, their defaults, the hyperparameters that have flags, and the checks that all of them share.
 #include "core/names.h"
 #include "optim/optim.h"
 
