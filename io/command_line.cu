@@ -108,6 +108,7 @@ CommandLine::~CommandLine() = default;
 void CommandLine::parse(const ProgramWords& program, int argc, char** argv, const std::function<void()>& settle) {
     CLI::App& app = impl_->app;
     impl_->words.assign(argv + 1, argv + argc);
+    const std::string help = concat(" (./", program.name, " --help lists the flags)");
     app.allow_extras();  // explain_unknown says more of them than CLI11
     std::vector<std::string> shown;
     for (CLI::Option* option : app.get_options()) {
@@ -129,8 +130,11 @@ void CommandLine::parse(const ProgramWords& program, int argc, char** argv, cons
         std::printf("%s", app.help().c_str());
         check_output();
         std::exit(0);
+    } catch (const CLI::ArgumentMismatch& error) {  // "--steps: 1 required INT missing"
+        const std::string text = error.what();
+        fail(text.substr(0, text.find(':')), " needs a value", help);
     } catch (const CLI::ParseError& error) {
-        fail(error.what(), " (./", program.name, " --help lists the flags)");
+        fail(error.what(), help);
     }
 }
 

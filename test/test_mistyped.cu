@@ -53,7 +53,7 @@ const std::vector<Mistyped> kMistyped = {
     {"--resume=runs/3", {"--resume=runs/3: --resume takes no value"}},
     {"--steps --lr 3e-4", {"--steps needs a value, and the next word, --lr, is a flag"}},
     {"--out --resume", {"--out needs a value, and the next word, --resume, is a flag"}},
-    {"--steps", {"--steps", "missing"}},
+    {"--steps", {"--steps needs a value (./train_gpt --help lists the flags)"}},
     // Numbers
     {"--steps many", {"--steps many: give a whole number, as in 1000 or 1e3"}},
     {"--steps 1.5e0", {"--steps 1.5e0: give a whole number"}},
