@@ -110,18 +110,16 @@ void race_all(Comm& world, int64_t max_n, const std::string& folder) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    return run_program("all_reduce", [&] {
+    int64_t n_ranks = 0, max_n = 1 << 20;
+    std::string folder = "runs/all_reduce";
+    CommandLine line{"all_reduce: times the all-reduce algorithms for many sizes, and draws them"};
+    Heading h{line, "Options"};
+    h.count("--ranks", n_ranks, "threads that are ranks; without it 2, then 4, then 8", 2);
+    h.count("--max", max_n, "numbers of the largest message");
+    h.option("--out", folder, "the folder of the pictures");
+    return run_program("all_reduce", line, argc, argv, [&] {
         std::vector<int> ranks{2, 4, 8};
-        int64_t max_n = 1 << 20;
-        std::string folder = "runs/all_reduce";
-        for (int i = 1; i < argc; i += 2) {
-            const std::string flag = argv[i], value = i + 1 < argc ? argv[i + 1] : "";
-            check(!value.empty(), flag, ": use --ranks N, --max NUMBERS, --out FOLDER");
-            if (flag == "--ranks") ranks = {narrow(parse_count(flag, value, 2), "--ranks")};
-            else if (flag == "--max") max_n = parse_count(flag, value);
-            else if (flag == "--out") folder = value;
-            else fail("unknown option ", flag, ": use --ranks N, --max NUMBERS, --out FOLDER");
-        }
+        if (n_ranks > 0) ranks = {static_cast<int>(n_ranks)};
         if (started_by_mpirun()) ranks = {0};
         make_folder(folder);
         for (const int n : ranks) {

@@ -135,20 +135,16 @@ void bench(const Job& job) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    return run_program("bench_cpu", [&] {
-        Job job;
-        for (int i = 1; i < argc; i += 2) {
-            const std::string flag = argv[i], value = i + 1 < argc ? argv[i + 1] : "";
-            const auto number = [&] { return parse_count(flag, value); };
-            check(!value.empty(), flag, ": give --steps N (timed steps), --model NAME (a preset or a config.json), ",
-                  "--batch N, --seq N, --dtype fp32|bf16");
-            if (flag == "--model") job.model = value;
-            else if (flag == "--steps") job.steps = number();
-            else if (flag == "--batch") job.batch = number();
-            else if (flag == "--seq") job.seq = number();
-            else if (flag == "--dtype" && (value == "fp32" || value == "bf16")) job.dtype = value;
-            else fail(flag, " ", value, ": bench_cpu does not know this");
-        }
+    Job job;
+    CommandLine line{"bench_cpu: times a training step, and its matrix products alone"};
+    Heading h{line, "Options"};
+    h.option("--model", job.model, "a preset of train_gpt, or a config.json");
+    h.count("--steps", job.steps, "timed steps");
+    h.count("--batch", job.batch, "sequences");
+    h.count("--seq", job.seq, "tokens per sequence");
+    h.option("--dtype", job.dtype, "fp32 or bf16");
+    return run_program("bench_cpu", line, argc, argv, [&] {
+        check(job.dtype == "fp32" || job.dtype == "bf16", "--dtype ", job.dtype, ": use fp32 or bf16");
         bench(job);
     });
 }

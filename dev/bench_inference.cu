@@ -285,39 +285,22 @@ void list_requests(const Bench& bench, const BenchOptions& o) {
     }
 }
 
-BenchOptions parse(int argc, char** argv) {
-    BenchOptions o;
-    for (int i = 1; i < argc; i += 2) {
-        const std::string flag = argv[i], value = i + 1 < argc ? argv[i + 1] : "";
-        if (flag == "--list") {
-            o.list = true;
-            --i;
-            continue;
-        }
-        const auto text = [&] {
-            check(!value.empty(), flag, " needs a value");
-            return value;
-        };
-        const auto number = [&](int64_t least = 1) { return parse_count(flag, text(), least); };
-        if (flag == "--model") o.model = text();
-        else if (flag == "--dtype") o.dtype = text();
-        else if (flag == "--out") o.out = text();
-        else if (flag == "--tokens") o.tokens = number();
-        else if (flag == "--requests") o.requests = number(0);
-        else if (flag == "--sequences") o.sequences = number();
-        else if (flag == "--rounds") o.rounds = number();
-        else if (flag == "--loads") o.loads = number(0);
-        else
-            fail(flag, ": use --model, --dtype, --tokens, --requests, --sequences, --rounds, --loads, --out or --list");
-    }
-    return o;
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
-    return run_program("bench_inference", [&] {
-        const BenchOptions o = parse(argc, argv);
+    BenchOptions o;
+    CommandLine line{"bench_inference: times the engine: one sequence, many, and requests that arrive at random"};
+    Heading h{line, "Options"};
+    h.option("--model", o.model, "a preset of train_gpt, or a model's folder");
+    h.option("--dtype", o.dtype, "fp32, bf16 or fp16");
+    h.count("--tokens", o.tokens, "tokens of the one sequence's answer");
+    h.count("--requests", o.requests, "requests of mixed lengths; 0: the one sequence only", 0);
+    h.count("--sequences", o.sequences, "sequences of a batch");
+    h.count("--rounds", o.rounds, "times that everything is measured");
+    h.count("--loads", o.loads, "rates at which requests arrive", 0);
+    h.option("--out", o.out, "a folder for pictures");
+    h.flag("--list", o.list, "print the requests, for another program to serve");
+    return run_program("bench_inference", line, argc, argv, [&] {
         if (!o.out.empty()) make_folder(o.out);
         const Bench bench(o);
         if (o.list) return list_requests(bench, o);

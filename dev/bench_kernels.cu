@@ -23,7 +23,6 @@
 // <name> <rate>" and "device <name>".
 #include "dev/fill.cuh"
 #include "dev/program.h"
-#include "io/command_line.h"
 #include "layers/hopper_matmul.h"
 #include "llm.h"
 
@@ -467,17 +466,16 @@ int main(int argc, char** argv) {
     CommandLine line{"bench_kernels: times every operation of layers/ at the sizes of a model"};
     Heading h{line, "Options"};
     h.option("--model", model, "a preset of train_gpt, or a config.json");
-    h.option("--batch", B, "sequences");
-    h.option("--seq", T, "tokens per sequence");
+    h.count("--batch", B, "sequences");
+    h.count("--seq", T, "tokens per sequence");
     h.option("--dtype", dtype_text, "fp32, bf16 or fp16");
     h.option("--only", only, "only operations whose name contains this");
     h.option("--budget", budget_s, "seconds to repeat an operation for, after the warm-up");
     h.option("--repeats", max_repeats, "at most this many launches");
     h.flag("--limits", limits, "measure the copy bandwidth and the matmul rate instead");
-    return run_program("bench_kernels", [&] {
-        line.parse({"bench_kernels", {}, "--model config.json"}, argc, argv, [] {});
+    return run_program("bench_kernels", line, argc, argv, [&] {
         const DType dtype = dtype_from_name(dtype_text);
-        check(B > 0 && T > 0 && max_repeats >= 3, "--batch and --seq must be positive, --repeats at least 3");
+        check(max_repeats >= 3, "--repeats ", max_repeats, ": it must be at least 3");
         if (limits) return print_limits(dtype, budget_s, max_repeats);
         for (const Operation& operation : chosen(operations(load_config(model), B, T, dtype), only)) {
             const double seconds = time_operation(operation.prepare, dtype, budget_s, max_repeats);

@@ -1,12 +1,11 @@
-// dev/program.h: what the programs of this folder share: how they end, numbers on their command lines, medians, and the
-// colours of ranks.
+// dev/program.h: what the programs of this folder share: how they begin and end, medians, and the colours of ranks.
 #pragma once
 
-#include "io/io.h"
+#include "io/command_line.h"
 
 #include <algorithm>
-#include <cstdint>
 #include <cstdio>
+#include <filesystem>
 #include <map>
 #include <vector>
 
@@ -26,11 +25,14 @@ int run_program(const char* name, F&& run) {
     }
 }
 
-// The value of a flag that counts something; Error, in one line, for what is not a whole number of at least `least`.
-inline int64_t parse_count(const std::string& flag, const std::string& text, int64_t least = 1) {
-    const int64_t n = parse_whole_number(flag, text, INT32_MAX);
-    check(n >= least, flag, ' ', text, ": give a whole number of at least ", least);
-    return n;
+// The same for a program with flags, which are read first. Errors name the program as it was started.
+template <class F>
+int run_program(const char* name, CommandLine& line, int argc, char** argv, F&& run) {
+    return run_program(name, [&] {
+        const std::string path = std::filesystem::proximate(argv[0]).string(), example = line.flags().at(1) + " VALUE";
+        line.parse({path.c_str(), {}, example.c_str()}, argc, argv, [] {});
+        run();
+    });
 }
 
 // Reads a command line of flags that count something, into these numbers; gives the one word that may stand beside

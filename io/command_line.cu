@@ -37,7 +37,10 @@ class Layout : public CLI::Formatter {
 
 struct CommandLine::Impl {
     CLI::App app;
-    std::vector<std::string> words;  // of the command line
+    std::vector<std::string> words;              // of the command line
+    std::vector<std::string>* others = nullptr;  // where those go that belong to no flag
+    size_t most_others = 0;
+    std::string name_of_others;
     explicit Impl(const std::string& description) : app(description) {
         app.formatter(std::make_shared<Layout>());
         app.option_defaults()->always_capture_default();
@@ -98,6 +101,18 @@ void Heading::flag(const std::string& flag, bool& value, const std::string& help
         return text;
     });
 }
+void Heading::count(const std::string& flag, int64_t& value, const std::string& help, int64_t least) {
+    add(flag, value, help);
+    line.impl_->app.get_option(flag)->check([flag, least](const std::string& text) {
+        parse_count(flag, text, least);
+        return std::string();
+    });
+}
+int64_t parse_count(const std::string& flag, const std::string& text, int64_t least) {
+    const int64_t n = parse_whole_number(flag, text, INT32_MAX);
+    check(n >= least, flag, ' ', text, ": give a whole number of at least ", least);
+    return n;
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The command line
@@ -105,10 +120,17 @@ void Heading::flag(const std::string& flag, bool& value, const std::string& help
 CommandLine::CommandLine(const std::string& description) : impl_(std::make_unique<Impl>(description)) {}
 CommandLine::~CommandLine() = default;
 
+void CommandLine::words(const std::string& name, std::vector<std::string>& words, size_t most) {
+    impl_->others = &words;
+    impl_->most_others = most;
+    impl_->name_of_others = name;
+}
+
 void CommandLine::parse(const ProgramWords& program, int argc, char** argv, const std::function<void()>& settle) {
     CLI::App& app = impl_->app;
     impl_->words.assign(argv + 1, argv + argc);
     const std::string help = concat(" (./", program.name, " --help lists the flags)");
+    if (impl_->others) app.name(concat(argv[0], ' ', impl_->name_of_others));  // in --help
     app.allow_extras();  // explain_unknown says more of them than CLI11
     std::vector<std::string> shown;
     for (CLI::Option* option : app.get_options()) {
@@ -124,7 +146,11 @@ void CommandLine::parse(const ProgramWords& program, int argc, char** argv, cons
     }
     try {
         app.parse(argc, argv);
-        if (!app.remaining().empty()) fail(explain_unknown(program, shown, impl_->words, app.remaining().front()));
+        for (const std::string& word : app.remaining()) {
+            if (word.starts_with("--") || !impl_->others || impl_->others->size() == impl_->most_others)
+                fail(explain_unknown(program, shown, impl_->words, word));
+            impl_->others->push_back(word);
+        }
         settle();
     } catch (const CLI::CallForHelp&) {
         std::printf("%s", app.help().c_str());

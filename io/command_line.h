@@ -13,6 +13,10 @@ class CommandLine {
     explicit CommandLine(const std::string& description);  // the first lines of --help
     ~CommandLine();
 
+    // Words that belong to no flag, at most so many; `name` is what --help calls them. Without this they are an Error,
+    // as one that begins with "--" always is.
+    void words(const std::string& name, std::vector<std::string>& words, size_t most);
+
     // Reads argv into the options, then calls `settle`, whose conversions may fail as those of argv may. Prints the
     // help and ends for --help; Error, in one line, for what cannot be read.
     void parse(const ProgramWords& program, int argc, char** argv, const std::function<void()>& settle);
@@ -46,8 +50,13 @@ struct Heading {
     // May be given several times: all values count.
     void option(const std::string& flag, std::vector<std::string>& values, const std::string& help);
     void flag(const std::string& flag, bool& value, const std::string& help);  // takes no value
+    // What counts something: Error for a value below `least`.
+    void count(const std::string& flag, int64_t& value, const std::string& help, int64_t least = 1);
 
   private:
     template <class T>
     void add(const std::string& flag, T& value, const std::string& help);
 };
+
+// A number that counts something, as `count` above takes it; for one that is a part of a flag's value.
+int64_t parse_count(const std::string& flag, const std::string& text, int64_t least = 1);

@@ -394,9 +394,10 @@ TEST_CASE("all_reduce times the algorithms, draws them, and says where", "[progr
     CHECK_THAT(out, ContainsSubstring("picture  " + picture + "\n"));
     CHECK(png_size(picture) == std::pair<int, int>{960, 600});
     CHECK(folder.listing() == "new");
-    check_refused("all_reduce", "--rank 2", "unknown option --rank");
-    check_refused("all_reduce", "--help", "use --ranks N");
-    check_refused("all_reduce", "--max", "use --ranks N");
+    check_refused("all_reduce", "--rank 2", "unknown flag --rank: did you mean --ranks?");
+    check_refused("all_reduce", "--max", "--max needs a value");
+    check_refused("all_reduce", "--max 3e9", "--max 3000000000 is too large");
+    check_refused("all_reduce", "4", "\"4\" belongs to no flag");
     check_refused("all_reduce", "--max 1k", "--max 1k: give a whole number");
     check_refused("all_reduce", "--ranks 1", "of at least 2");
 }
@@ -440,7 +441,7 @@ TEST_CASE("benchmarks refuse what is no number, and a result that cannot be writ
     check_refused("bench_kernels", "--only rmsnorms", "--only 'rmsnorms': no operation of this model has that");
     check_refused("bench_inference", "--rounds 0", "of at least 1");
     check_refused("bench_inference", "--rounds", "--rounds needs a value");
-    check_refused("bench_inference", "--help", "--help: use --model");
+    check_refused("bench_cpu", "--dtype fp16", "--dtype fp16: use fp32 or bf16");
     for (const char* command :
          {"float_formats 1", "softmax --check --size 1x1", "bench_kernels --only rmsnorm --repeats 3"}) {
         INFO(command);
