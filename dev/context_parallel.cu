@@ -240,35 +240,34 @@ void print_costs(const Sizes& s) {
                     human_bytes(static_cast<double>(costs[i].sent)).c_str());
 }
 
-Sizes parse(int argc, char** argv, std::string& path) {
-    Sizes sizes;
-    path = parse_counts(argc, argv,
-                        {{"--ranks", &sizes.ranks},
-                         {"--seq", &sizes.seq},
-                         {"--heads", &sizes.heads},
-                         {"--key-heads", &sizes.key_heads},
-                         {"--width", &sizes.width},
-                         {"--rounds", &sizes.rounds}},
-                        "context_parallel OUT.png [--ranks N] [--seq N] [--heads N] [--key-heads N] [--width N] "
-                        "[--rounds N]");
-    check(!path.empty(), "give a picture to write: context_parallel context.png");
-    const AtomicFile tried(path);  // before all is measured
+void check_sizes(const Sizes& sizes) {
     check(sizes.ranks <= 8, "--ranks ", sizes.ranks, ": at most 8 are drawn");
     const int64_t K = sizes.key_heads;
     check(sizes.heads % sizes.ranks == 0 && sizes.heads % K == 0 && (K % sizes.ranks == 0 || sizes.ranks % K == 0),
           "--heads ", sizes.heads, " and --key-heads ", K, " cannot be divided among ", sizes.ranks, " ranks");
-    return sizes;
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-    return run_program("context_parallel", [&] {
-        std::string path;
-        const Sizes sizes = parse(argc, argv, path);
+    Sizes sizes;
+    std::vector<std::string> paths;
+    CommandLine line{"context_parallel: draws where the tokens of a sequence are, and measures an attention"};
+    line.words("OUT.png", paths, 1);
+    Heading h{line, "Options"};
+    h.count("--ranks", sizes.ranks, "ranks, threads of this process");
+    h.count("--seq", sizes.seq, "tokens of the sequence");
+    h.count("--heads", sizes.heads, "query heads");
+    h.count("--key-heads", sizes.key_heads, "heads of keys and values");
+    h.count("--width", sizes.width, "numbers of a head");
+    h.count("--rounds", sizes.rounds, "times that each mode is measured");
+    return run_program("context_parallel", line, argc, argv, [&] {
+        check(!paths.empty(), "give a picture to write: context_parallel context.png");
+        { const AtomicFile tried(paths[0]); }  // before all is measured
+        check_sizes(sizes);
         const ZigZag zigzag = make_zigzag(sizes.seq, sizes.n());
         print_balance(zigzag);
         print_costs(sizes);
-        draw(path, zigzag);
+        draw(paths[0], zigzag);
     });
 }

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
-#include <map>
 #include <vector>
 
 namespace {
@@ -33,24 +32,6 @@ int run_program(const char* name, CommandLine& line, int argc, char** argv, F&& 
         line.parse({path.c_str(), {}, example.c_str()}, argc, argv, [] {});
         run();
     });
-}
-
-// Reads a command line of flags that count something, into these numbers; gives the one word that may stand beside
-// them.
-inline std::string parse_counts(int argc, char** argv, const std::map<std::string, int64_t*>& flags,
-                                const char* usage) {
-    std::string other;
-    for (int i = 1; i < argc; ++i) {
-        const std::string word = argv[i];
-        if (const auto flag = flags.find(word); flag != flags.end()) {
-            check(i + 1 < argc, word, " needs a number");
-            *flag->second = parse_count(word, argv[++i]);
-        } else {
-            check(other.empty() && !word.starts_with("--"), word, ": use ", usage);
-            other = word;
-        }
-    }
-    return other;
 }
 
 inline double median(std::vector<double> values) {

@@ -191,26 +191,25 @@ void run(const std::string& path, const Sizes& sizes) {
     std::printf("%s shows them\n", path.c_str());
 }
 
-void start(int argc, char** argv) {
-    Sizes sizes;
-    const std::string path =
-        parse_counts(argc, argv,
-                     {{"--layers", &sizes.layers},
-                      {"--width", &sizes.width},
-                      {"--seq", &sizes.seq},
-                      {"--batch", &sizes.batch},
-                      {"--steps", &sizes.steps}},
-                     "recompute OUT.png [--layers N] [--width N] [--seq N] [--batch N] [--steps N]");
-    check(!path.empty(), "give a picture to write: recompute recompute.png");
-    const std::string folder = std::filesystem::absolute(path).parent_path().string();
-    check(is_folder(folder), path, ": there is no folder ", folder);
-    { const AtomicFile tried(path); }  // before minutes of measuring
-    check(sizes.width % 32 == 0, "--width ", sizes.width, ": heads have 32 columns, give a multiple of 32");
-    run(path, sizes);
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
-    return run_program("recompute", [&] { start(argc, argv); });
+    Sizes sizes;
+    std::vector<std::string> paths;
+    CommandLine line{"recompute: measures what recomputation of activations saves, and what it costs"};
+    line.words("OUT.png", paths, 1);
+    Heading h{line, "Options"};
+    h.count("--layers", sizes.layers, "blocks");
+    h.count("--width", sizes.width, "channels: a multiple of 32");
+    h.count("--seq", sizes.seq, "tokens per sequence");
+    h.count("--batch", sizes.batch, "sequences");
+    h.count("--steps", sizes.steps, "times that each setting is measured");
+    return run_program("recompute", line, argc, argv, [&] {
+        check(!paths.empty(), "give a picture to write: recompute recompute.png");
+        const std::string folder = std::filesystem::absolute(paths[0]).parent_path().string();
+        check(is_folder(folder), paths[0], ": there is no folder ", folder);
+        { const AtomicFile tried(paths[0]); }  // before minutes of measuring
+        check(sizes.width % 32 == 0, "--width ", sizes.width, ": heads have 32 columns, give a multiple of 32");
+        run(paths[0], sizes);
+    });
 }

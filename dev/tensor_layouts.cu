@@ -15,6 +15,7 @@
 #include "parallel/tensor/tensor.h"
 
 #include <cstdio>
+#include <map>
 
 namespace {
 
@@ -118,24 +119,22 @@ void draw(const std::string& path, const std::vector<Geometry>& geometries) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    return run_program("tensor_layouts", [&] {
-        std::string path, mode;
-        int ranks = 0;
-        for (int i = 1; i < argc; ++i) {
-            const std::string argument = argv[i];
-            if (argument == "--mode" && i + 1 < argc) mode = argv[++i];
-            else if (argument == "--ranks" && i + 1 < argc) ranks = narrow(parse_count(argument, argv[++i]), "--ranks");
-            else if (argument.starts_with("--") || !path.empty())
-                fail(argument, ": use tensor_layouts OUT.png [--mode 2d --ranks 9]");
-            else path = argument;
-        }
-        check(path.ends_with(".png"), "give a picture to draw: tensor_layouts layouts.png");
+    std::vector<std::string> paths;
+    std::string mode;
+    int64_t ranks = 0;
+    CommandLine line{"tensor_layouts: draws what each rank has of activations and weights, and prints who sends what"};
+    line.words("OUT.png", paths, 1);
+    Heading h{line, "Options"};
+    h.option("--mode", mode, "one geometry alone, with --ranks: 1d, 2d, 2.5d or 3d");
+    h.count("--ranks", ranks, "ranks of that geometry");
+    return run_program("tensor_layouts", line, argc, argv, [&] {
+        check(!paths.empty() && paths[0].ends_with(".png"), "give a picture to draw: tensor_layouts layouts.png");
         check(ranks <= 27, "--ranks ", ranks, ": at most 27 are drawn");
         check(mode.empty() == (ranks == 0), "--mode and --ranks belong together: --mode 2d --ranks 9");
         std::vector<Geometry> geometries = {
             {TensorMode::one_d, 4}, {TensorMode::two_d, 4}, {TensorMode::two_half_d, 8}, {TensorMode::three_d, 8}};
-        if (!mode.empty()) geometries = {{tensor_mode_from_name(mode), ranks}};
-        draw(path, geometries);
-        std::printf("%s\n", path.c_str());
+        if (!mode.empty()) geometries = {{tensor_mode_from_name(mode), static_cast<int>(ranks)}};
+        draw(paths[0], geometries);
+        std::printf("%s\n", paths[0].c_str());
     });
 }

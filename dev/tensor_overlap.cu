@@ -131,27 +131,26 @@ void climb(const Sizes& s) {
                     best[step].error);
 }
 
-Sizes parse(int argc, char** argv) {
-    Sizes sizes;
-    const char* const usage = "--ranks N, --rows N, --width N, --hidden N, --rounds N";
-    const std::string other = parse_counts(argc, argv,
-                                           {{"--ranks", &sizes.ranks},
-                                            {"--rows", &sizes.rows},
-                                            {"--width", &sizes.width},
-                                            {"--hidden", &sizes.hidden},
-                                            {"--rounds", &sizes.rounds}},
-                                           usage);
-    check(other.empty(), other, ": use ", usage);
-    check(sizes.ranks >= 2, "--ranks ", sizes.ranks, ": at least 2 have something to send");
+void check_sizes(const Sizes& sizes) {
     check(sizes.rows % sizes.ranks == 0 && sizes.hidden % sizes.ranks == 0, "--rows ", sizes.rows, " and --hidden ",
           sizes.hidden, " cannot be divided among ", sizes.ranks, " ranks");
     check(sizes.rows % (8 * sizes.ranks) == 0, "--rows ", sizes.rows, ": a rank has ", sizes.rows / sizes.ranks,
           " of them, and --tp-overlap needs a multiple of 8: use a multiple of ", 8 * sizes.ranks);
-    return sizes;
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-    return run_program("tensor_overlap", [&] { climb(parse(argc, argv)); });
+    Sizes sizes;
+    CommandLine line{"tensor_overlap: times the messages of two products, from one all-reduce to pieces that overlap"};
+    Heading h{line, "Options"};
+    h.count("--ranks", sizes.ranks, "ranks, threads of this process", 2);
+    h.count("--rows", sizes.rows, "rows of x and y");
+    h.count("--width", sizes.width, "columns of x and y");
+    h.count("--hidden", sizes.hidden, "columns between the two products");
+    h.count("--rounds", sizes.rounds, "times that each step is measured");
+    return run_program("tensor_overlap", line, argc, argv, [&] {
+        check_sizes(sizes);
+        climb(sizes);
+    });
 }

@@ -84,7 +84,9 @@ TEST_CASE("recompute measures what it plans, and draws the law", "[program][dev]
     check_refused("recompute", "", "give a picture");
     check_refused("recompute", "x.png --layers 0", "--layers 0");
     check_refused("recompute", "x.png --width 40", "multiple of 32");
-    check_refused("recompute", "x.png --depth 4", "--depth");
+    check_refused("recompute", "x.png --depth 4", "unknown flag --depth");
+    check_refused("recompute", "x.png y.png", "\"y.png\" belongs to no flag");
+    CHECK_THAT(printed_by("dev/recompute", "--help"), ContainsSubstring("dev/recompute OUT.png [OPTIONS]\n"));
     check_refused("recompute", "none/x.png", "there is no folder");
     check_refused("recompute", "/tmp", "cannot write /tmp: it is a folder");
 }
