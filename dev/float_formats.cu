@@ -555,46 +555,7 @@ void show_gradients(const GradientOptions& o) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-const char* const kHelp =
-    "float_formats [NUMBER ...]      what each format stores: 0.1, 1e-8, 2^-24, inf, nan, or bits as fp16:0x7bff\n"
-    "float_formats --gradients       gradients of a training step in fp16, before and after loss scaling\n"
-    "  --model NAME                  tiny, gpt2, ..., or a config.json, from random weights; a token is a byte (tiny)\n"
-    "  --steps N                     training steps before (50)\n"
-    "  --batch N --seq N             sequences per step (16), tokens per sequence (128)\n"
-    "  --out FILE.png                the picture (gradients.png)\n";
-
-void run(const std::vector<std::string>& arguments) {
-    bool gradients = false;
-    std::string gradient_flag;  // the flag of --gradients that was given
-    GradientOptions o;
-    std::vector<std::string> numbers;
-    for (size_t i = 0; i < arguments.size(); ++i) {
-        const std::string& flag = arguments[i];
-        const auto value = [&] {
-            check(i + 1 < arguments.size(), flag, " needs a value");
-            gradient_flag = flag;
-            return arguments[++i];
-        };
-        const auto count = [&](int64_t least) { return parse_count(flag, value(), least); };
-        if (flag == "--help" || flag == "-h") {
-            std::printf("%s", kHelp);
-            return;
-        }
-        if (flag == "--gradients") gradients = true;
-        else if (flag == "--model") o.model = value();
-        else if (flag == "--out") o.out = value();
-        else if (flag == "--steps") o.steps = count(0);
-        else if (flag == "--batch") o.batch = count(1);
-        else if (flag == "--seq") o.seq = count(1);
-        else if (flag.starts_with("--")) fail(flag, ": unknown flag; --help lists them");
-        else numbers.push_back(flag);
-    }
-    check(gradients || gradient_flag.empty(), gradient_flag, " needs --gradients");
-    check(!gradients || numbers.empty(), "--gradients takes no numbers: leave out one of the two");
-    if (gradients) {
-        show_gradients(o);
-        return;
-    }
+void show_formats(const std::vector<std::string>& numbers) {
     std::vector<double> values;
     for (const std::string& text : numbers) values.push_back(parse_number(text));  // all before the first is printed
     print_formats();
@@ -611,5 +572,24 @@ void run(const std::vector<std::string>& arguments) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    return run_program("float_formats", [&] { run({argv + 1, argv + argc}); });
+    std::vector<std::string> numbers;
+    GradientOptions o;
+    bool gradients = false;
+    CommandLine line{"float_formats: what each format stores: 0.1, 1e-8, 2^-24, inf, nan, or bits as fp16:0x7bff"};
+    line.words("[NUMBER ...]", numbers, SIZE_MAX);
+    Heading h{line, "Options"};
+    h.option("--model", o.model, "a preset of train_gpt, or a config.json: random weights; a token is a byte");
+    h.count("--steps", o.steps, "training steps before", 0);
+    h.count("--batch", o.batch, "sequences per step");
+    h.count("--seq", o.seq, "tokens per sequence");
+    h.option("--out", o.out, "the picture");
+    h.flag("--gradients", gradients,
+           "in place of numbers: the gradients of a training step in fp16, before and\nafter loss scaling; the flags "
+           "above belong to it");
+    return run_program("float_formats", line, argc, argv, [&] {
+        for (const std::string& flag : line.flags()) check(gradients || !line.given(flag), flag, " needs --gradients");
+        check(!gradients || numbers.empty(), "--gradients takes no numbers: leave out one of the two");
+        if (gradients) show_gradients(o);
+        else show_formats(numbers);
+    });
 }

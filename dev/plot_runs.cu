@@ -101,26 +101,10 @@ void draw(const std::string& path, const std::vector<Run>& runs, int64_t n_smoot
     write_png(path, {losses, differences});
 }
 
-void run(const std::vector<std::string>& arguments) {
-    int64_t n_smooth = 20;
-    std::string out;
-    std::vector<std::string> folders;
-    for (size_t i = 0; i < arguments.size(); ++i) {
-        if (arguments[i] == "--help" || arguments[i] == "-h") {
-            std::printf(
-                "plot_runs OUT.png RUN_FOLDER ... [--smooth N]    training losses in one picture; means over N steps "
-                "(20)\n");
-            return;
-        }
-        if (arguments[i] == "--smooth") {
-            n_smooth = parse_count("--smooth", ++i < arguments.size() ? arguments[i] : "");
-        } else if (arguments[i].starts_with("--")) {
-            fail(arguments[i], ": unknown flag; --help lists them");
-        } else {
-            (out.empty() ? out : folders.emplace_back()) = arguments[i];
-        }
-    }
-    check(!folders.empty(), "give a picture to write and the folders of runs: plot_runs losses.png runs/1 runs/2");
+void run(const std::vector<std::string>& words, int64_t n_smooth) {
+    check(words.size() >= 2, "give a picture to write and the folders of runs: plot_runs losses.png runs/1 runs/2");
+    const std::string& out = words[0];
+    const std::vector<std::string> folders(words.begin() + 1, words.end());
     check(!std::filesystem::is_directory(out), out, " is a folder: the first argument is the picture to write");
     check(folders.size() <= 8, folders.size(), " runs: a picture has colours for 8");
 
@@ -159,5 +143,11 @@ void run(const std::vector<std::string>& arguments) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    return run_program("plot_runs", [&] { run({argv + 1, argv + argc}); });
+    std::vector<std::string> words;
+    int64_t n_smooth = 20;
+    CommandLine line{"plot_runs: the training losses of several runs in one picture"};
+    line.words("OUT.png RUN_FOLDER ...", words, SIZE_MAX);
+    Heading h{line, "Options"};
+    h.count("--smooth", n_smooth, "means over so many steps");
+    return run_program("plot_runs", line, argc, argv, [&] { run(words, n_smooth); });
 }

@@ -371,7 +371,7 @@ TEST_CASE("plot_runs refuses runs that cannot be compared", "[program][dev]") {
     refused(png, "folders of runs");
     refused(png + good + " " + folder / "none", "none/log.csv");
     refused(png + good + " --smooth 0", "at least 1");
-    refused(png + good + " --smooth", "give a whole number");
+    refused(png + good + " --smooth", "--smooth needs a value");
     refused(png + good + " --smooth 31", "too few");
     refused(png + good + " --wrong", "unknown flag");
     refused(good + " " + good, "is a folder");
