@@ -58,11 +58,17 @@ struct LadderInfo {
 };
 
 struct LadderOptions {
-    bool help = false, check = false;
+    bool check = false;
     std::vector<int64_t> size;
     std::vector<DType> dtypes;
-    int rung = 0;  // 0: all of them
+    int64_t rung = 0;  // 0: all of them
 };
+
+inline std::string size_text(const std::vector<int64_t>& size) {
+    std::string text;
+    for (int64_t n : size) text += concat(text.empty() ? "" : " x ", n);
+    return text;
+}
 
 enum class Limit { copy, matmul };
 
@@ -210,11 +216,7 @@ class Ladder {
     int n_checked() const { return n_checked_; }
     double worst() const { return worst_; }
     uint64_t bits() const { return bits_; }
-    std::string size_text() const {
-        std::string text;
-        for (int64_t n : size_) text += concat(text.empty() ? "" : " x ", n);
-        return text;
-    }
+    std::string size_text() const { return ::size_text(size_); }
 
   private:
     void prepare() {
@@ -316,55 +318,39 @@ class Ladder {
 // ---------------------------------------------------------------------------------------------------------------------
 // The command line
 
-inline LadderOptions parse_ladder_options(int argc, char** argv, const LadderInfo& info) {
-    LadderOptions options;
-    for (int i = 1; i < argc; ++i) {
-        const std::string flag = argv[i];
-        const auto value = [&] {
-            check(i + 1 < argc, flag, " needs a value; see --help");
-            return std::string(argv[++i]);
-        };
-        if (flag == "--help") {
-            options.help = true;
-        } else if (flag == "--check") {
-            options.check = true;
-        } else if (flag == "--rung") {
-            options.rung = narrow(parse_count(flag, value()), "--rung");
-        } else if (flag == "--dtype") {
-            const DType dtype = dtype_from_name(value());
-            check(std::count(info.dtypes.begin(), info.dtypes.end(), dtype) > 0, "--dtype ", dtype_name(dtype),
-                  ": this ladder is not written for it; see --help");
-            options.dtypes = {dtype};
-        } else if (flag == "--size") {
-            std::string numbers = value();
-            std::erase(numbers, ' ');  // "5 x 36", as the help writes it
-            std::istringstream text(numbers);
-            for (std::string part; std::getline(text, part, 'x');) options.size.push_back(parse_count(flag, part));
-            check(options.size.size() == info.cpu_size.size(), "--size: got ", options.size.size(),
-                  " numbers, expected ", info.sizes);
-        } else {
-            fail("unknown option ", flag, "; use --check, --size \"", info.sizes, "\", --rung N, --dtype NAME");
-        }
-    }
-    if (options.dtypes.empty()) options.dtypes = options.check ? info.dtypes : std::vector<DType>{info.dtypes.front()};
-    return options;
+// "4000x8192", or "4000 x 8192", as the tables write it.
+inline std::vector<int64_t> parse_size(std::string text, const LadderInfo& info) {
+    std::erase(text, ' ');
+    std::vector<int64_t> size;
+    std::istringstream parts(text);
+    for (std::string part; std::getline(parts, part, 'x');) size.push_back(parse_count("--size", part));
+    check(size.size() == info.cpu_size.size(), "--size: got ", size.size(), " numbers, expected ", info.sizes);
+    return size;
 }
 
-inline void print_ladder_help(const LadderInfo& info) {
-    std::string size;
-    for (int64_t n : device().is_cpu ? info.cpu_size : info.gpu_size) size += concat(size.empty() ? "" : "x", n);
-    std::printf("%s                  checks and times every rung, at %s\n", info.name, size.c_str());
-    std::printf("  --size NUMBERS      another size, with an x between the numbers: %s\n", info.sizes);
-    std::printf("  --rung N            this rung only\n  --dtype NAME       ");
-    for (DType dtype : info.dtypes) std::printf(" %s", dtype_name(dtype));
-    std::printf("\n  --check             check only, at small sizes unless --size is given\n");
+inline std::vector<DType> chosen_dtypes(const std::string& name, bool check_all, const LadderInfo& info) {
+    if (name.empty()) return check_all ? info.dtypes : std::vector<DType>{info.dtypes.front()};
+    const DType dtype = dtype_from_name(name);
+    check(std::ranges::count(info.dtypes, dtype) > 0, "--dtype ", dtype_name(dtype),
+          ": this ladder is not written for it; see --help");
+    return {dtype};
 }
 
 // Times the ladder, or with --check only checks it. The exit status is 2 after an error, and after a wrong rung.
 inline int run_ladder(int argc, char** argv, const LadderInfo& info) {
-    return run_program(info.name, [&] {
-        const LadderOptions options = parse_ladder_options(argc, argv, info);
-        if (options.help) return print_ladder_help(info);
+    LadderOptions options;
+    std::string size, dtype, dtypes;
+    for (const DType each : info.dtypes) dtypes += concat(dtypes.empty() ? "" : ", ", dtype_name(each));
+    CommandLine line{concat(info.name, ": checks and times every rung, at ", size_text(info.cpu_size), ", on a GPU at ",
+                            size_text(info.gpu_size))};
+    Heading h{line, "Options"};
+    h.option("--size", size, concat("another size, with an x between the numbers: ", info.sizes));
+    h.count("--rung", options.rung, "this rung only");
+    h.option("--dtype", dtype, dtypes);
+    h.flag("--check", options.check, "check only, at small sizes unless --size is given");
+    return run_program(info.name, line, argc, argv, [&] {
+        if (!size.empty()) options.size = parse_size(size, info);
+        options.dtypes = chosen_dtypes(dtype, options.check, info);
         std::vector<std::vector<int64_t>> sizes = {options.size};
         if (options.size.empty()) sizes = {device().is_cpu ? info.cpu_size : info.gpu_size};
         if (options.check && options.size.empty()) sizes = info.check_sizes;

@@ -94,7 +94,7 @@ TEST_CASE("a ladder says in one line what it cannot do", "[program][ladders]") {
         {"matmul", "--rung 10 --check --dtype bf16 --size 8x8x12", "rung 10 (persistent) needs rows of whole 16 bytes"},
         {"cross_entropy", "--rung 4 --check --size 1x60000",
          "rung 4 (kept) needs rows that fit into the shared memory"},
-        {"reduce", "--speed", "unknown option --speed"},
+        {"reduce", "--speed", "unknown flag --speed"},
         {"attention_forward", "--dtype f32", "not written for it"},
         {"attention_forward", "--size 70000x1 --check", "at most 65535"},
         {"matmul", "--size 2000000x2000000x2 --check", "no memory left for f32 (2000000, 2000000): use a smaller size"},
