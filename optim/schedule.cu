@@ -30,7 +30,8 @@ double wsd(const Schedule& schedule, double s) {
     return done(schedule, s, std::max(static_cast<double>(schedule.warmup), decay_start));
 }
 
-// descent: 0 where the rate is at its peak, 1 where it is at the floor; for warmup < s <= steps.
+// descent: 0 where the rate is at its peak, 1 where it is at the floor, which is 0 for those that read no min_ratio;
+// for warmup < s <= steps.
 struct Entry {
     const char* name;
     double (*descent)(const Schedule& schedule, double s);
@@ -77,12 +78,13 @@ void check_schedule(const Schedule& s) {
 double learning_rate(const Schedule& schedule, int64_t step) {
     check_schedule(schedule);
     check(step >= 1, "learning_rate: step ", step, ": steps count from 1");
-    const double floor = schedule.peak * schedule.min_ratio;
+    const Entry& its = entry(schedule.name);
+    const double floor = its.reads_min_ratio ? schedule.peak * schedule.min_ratio : 0;
     const double warmup = static_cast<double>(schedule.warmup);
     // Beyond the end the rate is that of the last step.
     const double s = std::min(position_of(schedule, step), static_cast<double>(schedule.steps));
     if (warmup > 0 && s <= warmup) return schedule.peak * s / warmup;
-    const double descent = entry(schedule.name).descent(schedule, s);
+    const double descent = its.descent(schedule, s);
     return schedule.peak * (1 - descent) + floor * descent;  // exactly peak at 0, exactly floor at 1
 }
 

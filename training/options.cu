@@ -132,6 +132,14 @@ bool same_value(const std::string& a, const std::string& b) {
     return numbers ? x == y : a == b;
 }
 
+// The schedules that are stretched in a run that is given other steps, or the others: those have other steps then.
+std::string schedules_in_other_steps(bool are_stretched) {
+    std::vector<std::string> names;
+    for (const std::string& name : schedule_names())
+        if ((continue_schedule({.name = name, .steps = 2}, 1, 3).steps == 2) == are_stretched) names.push_back(name);
+    return comma_list(names);
+}
+
 // "sgd, momentum, ...", in lines of at most 88 characters.
 std::string listed(const std::vector<std::string>& names) {
     std::string text;
@@ -296,10 +304,10 @@ void add_data_options(CommandLine& line, TrainOptions& o) {
     data.option("--micro-batch", o.micro_batch,
                 "sequences of one forward and backward; gradients are accumulated; 0: the whole batch");
     data.option("--seq", o.seq, "tokens per sequence");
-    data.option(
-        "--steps", o.steps,
-        "updates in the whole run; with --resume the run becomes longer or shorter: constant and wsd go on, and "
-        "what is left of cosine and linear is stretched; or give --schedule, and a new one begins");
+    data.option("--steps", o.steps,
+                "updates in the whole run; with --resume the run becomes longer or shorter: " +
+                    schedules_in_other_steps(false) + " go on, and what is left of " + schedules_in_other_steps(true) +
+                    " is stretched; or give --schedule, and a new one begins");
     data.option("--seed", o.seed, "of the initial weights, the order of the data, stochastic rounding and the samples");
 }
 
