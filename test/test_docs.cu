@@ -20,7 +20,7 @@ TEST_CASE("the pages name what exists, and have every flag", "[program][docs]") 
 TEST_CASE("the pages describe every preset, optimizer and schedule", "[docs]") {
     const auto check_named = [](const std::string& path, const std::string& name, const std::string& around) {
         std::string pattern = around;
-        INFO(path << " does not have " << name << " where it has the others");
+        INFO(path << " does not have " << name << " where it has the others: it has no text like\n" << around);
         CHECK(std::regex_search(slurp(path), std::regex(pattern.replace(pattern.find("NAME"), 4, name))));
     };
     for (const std::string& name : preset_names()) check_named("doc/models.md", name, "\n\\| [^|]*`NAME`");
