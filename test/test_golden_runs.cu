@@ -46,10 +46,14 @@ TEST_CASE("runs.py names the run whose bits differ, and what differs", "[program
     REQUIRE(runs_py(table + "record " + program + " sgd").status == 0);
     std::string rows = slurp(folder / "table.txt");
     rows.replace(rows.find("\nsgd ") + 5, 8, "01234567");  // the first digits of the losses' hash
+    rows.replace(rows.find("# Recorded on: ") + 15, 0, "another ");
     spit(folder / "table.txt", rows);
     const Outcome outcome = runs_py(table + "check " + program + " sgd");
     INFO(outcome.out << outcome.err);
     CHECK(outcome.status == 1);
     CHECK_THAT(outcome.out, ContainsSubstring("sgd: loss not as recorded"));
     CHECK_THAT(outcome.out, ContainsSubstring("0 of 1 runs have the recorded bits"));
+    REQUIRE(runs_py(table + "record " + program + " sgd").status == 0);  // of some runs: the others are of that machine
+    CHECK(count(slurp(folder / "table.txt"), "# Recorded on: another ") == 1);
+    CHECK(count(slurp(folder / "table.txt"), "# Recorded on: ") == 2);
 }

@@ -133,6 +133,9 @@ def hash_of_libm():
     return hashed.hexdigest()
 
 
+RECORDED_ON = "# Recorded on: "  # a line for each machine
+
+
 def machine():
     """The processor in words; "" if it has no fused multiply-add, so that its bits differ."""
     try:
@@ -151,11 +154,16 @@ def read_table(path):
     return {row[0]: row[1:] for row in rows}
 
 
-def write_table(path, table, order):
+def machines_of(path):
+    with open(path) as file:
+        return [line[len(RECORDED_ON):-1] for line in file if line.startswith(RECORDED_ON)]
+
+
+def write_table(path, table, order, machines):
     with open(path, "w") as file:
         file.write("# Written by `runs.py record`. sha256 of loss and val_loss, of grad_norm and loss_scale, of the final\n")
         file.write("# weights; then the last loss and gradient norm as log.csv has them.\n")
-        file.write(f"# Recorded on: {machine()}; {' '.join(platform.libc_ver())}; {platform.machine()}\n")
+        file.writelines(f"{RECORDED_ON}{one}\n" for one in machines)
         file.write(f"libm {hash_of_libm()}\n")
         for name in order:
             if name in table:
@@ -193,13 +201,15 @@ def check(options, runs, names):
 
 def record(options, runs, names):
     table = read_table(options.table) if os.path.exists(options.table) else {}
+    here = f"{machine()}; {' '.join(platform.libc_ver())}; {platform.machine()}"
+    machines = machines_of(options.table) if table and len(names) < len(runs) else []
     for name in names:
         columns, error = run(options.program, *runs[name][1:], False)
         if columns is None:
             print(f"{name}: {error}")
             return 1
         table[name] = columns
-    write_table(options.table, table, runs)
+    write_table(options.table, table, runs, machines if here in machines else [*machines, here])
     print(f"{len(names)} runs recorded in {options.table}")
     return 0
 
