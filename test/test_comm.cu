@@ -6,10 +6,12 @@
 #include "test.h"
 #include "json.h"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <mutex>
 #include <numeric>
+#include <regex>
 #include <set>
 #include <sstream>
 #include <thread>
@@ -61,12 +63,16 @@ TEST_CASE("documents and whole runs have every algorithm of all_reduce", "[comm]
     for (const std::string& name : all_reduce_names()) {
         if (name == "library") continue;
         const auto check_named = [](const std::string& path, const std::string& what) {
-            INFO(path << " does not have " << what);
-            CHECK(slurp(path).find(what) != std::string::npos);
+            INFO(path << " does not have \"" << what << "\"");
+            CHECK(std::regex_search(slurp(path), std::regex(what)));
         };
-        check_named("doc/ranks.md", name);
+        std::string file = name + "_all_reduce.cu";
+        std::ranges::replace(file, '-', '_');
+        check_named("parallel/comm/comm.h", file);
+        check_named("parallel/comm/comm.h", "\n//     " + name + "  ");
+        check_named("doc/ranks.md", "\\b" + name + "\\b");
         for (const std::string path : {"test/golden/runs/runs.txt", "test/test_ranks.cu"})
-            check_named(path, "--all-reduce " + name);
+            check_named(path, "--all-reduce " + name + "\\b");
     }
 }
 
@@ -176,7 +182,9 @@ TEST_CASE("what an all_reduce of 4 ranks sends is what the files of the algorith
             world.all_reduce(x.tensor, device().stream);
             const int64_t sent = world.traffic().sent - before;
             if (algorithm == AllReduce::tree) by_tree += sent;
-            else check(sent == 2 * 3 * bytes / 4, all_reduce_name(algorithm), ": ", sent);
+            else
+                check(sent == 2 * 3 * bytes / 4, all_reduce_name(algorithm), ": a rank sends ", sent, " bytes, not ",
+                      2 * 3 * bytes / 4);
         }
     });
     CHECK(by_tree == 2 * 3 * bytes);

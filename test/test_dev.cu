@@ -1,5 +1,6 @@
 // test/test_dev.cu: the programs of dev/ that explain and compare, from outside: what they print, draw and refuse.
 #include "io/io.h"
+#include "parallel/comm/comm.h"
 #include "program.h"
 
 #include <algorithm>
@@ -390,7 +391,9 @@ TEST_CASE("all_reduce times the algorithms, draws them, and says where", "[progr
     const std::string out = printed_by("dev/all_reduce", "--ranks 2 --max 1024 --out " + (folder / "new"));
     INFO(out);
     const std::vector<std::string> heading = words(line_of(out, "", "bytes"));
-    CHECK(heading == std::vector<std::string>{"bytes", "library", "ring", "tree", "halving", "two-level", "limit"});
+    std::vector<std::string> columns = all_reduce_names();
+    columns.insert(columns.begin(), "bytes"), columns.push_back("limit");
+    CHECK(heading == columns);
     CHECK(words(line_of(out, "", "4.00 KiB")).size() == 2 + heading.size() - 1);
     const std::string picture = folder / "new/all_reduce_2.png";
     CHECK_THAT(out, ContainsSubstring("picture  " + picture + "\n"));
