@@ -496,6 +496,7 @@ TEST_CASE("what a flag of sampling says, beams refuse, and a request of a batch 
     const std::string help = run_program("generate", "--help").out, heading = "\nSampling:\n";
     REQUIRE(help.find(heading) != std::string::npos);
     std::istringstream section(help.substr(help.find(heading) + heading.size()));
+    const std::string page = slurp("doc/inference.md");
     std::vector<std::string> flags, fields;
     for (std::string line; std::getline(section, line) && !line.empty();)
         if (line.starts_with("  --")) flags.push_back(line.substr(2, line.find(' ', 2) - 2));
@@ -508,7 +509,8 @@ TEST_CASE("what a flag of sampling says, beams refuse, and a request of a batch 
                    ContainsSubstring(flag + " is for tokens that are drawn"));
         fields.push_back(flag.substr(2));
         std::ranges::replace(fields.back(), '-', '_');
-        CHECK_THAT(slurp("doc/inference.md"), ContainsSubstring("`\"" + fields.back() + "\"`"));
+        INFO("doc/inference.md names what a request of --batch can say; it does not name " << fields.back());
+        CHECK(page.find("`\"" + fields.back() + "\"`") != std::string::npos);
         lines += concat(R"({"prompt": "a", ")", fields.back(), "\": []}\n");  // of no field's type
     }
     const TempFolder folder;
