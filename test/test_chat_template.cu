@@ -5,7 +5,9 @@
 #include "test.h"
 
 #include <map>
+#include <regex>
 #include <set>
+#include <sstream>
 
 namespace {
 
@@ -13,6 +15,13 @@ std::vector<ChatMessage> messages_of(const json& list) {
     std::vector<ChatMessage> messages;
     for (const json& one : list) messages.push_back({as<std::string>(one["role"]), as<std::string>(one["content"])});
     return messages;
+}
+
+std::set<std::string> all_forms() {
+    std::istringstream names(chat_template_names());
+    std::set<std::string> all;
+    for (std::string name; names >> name;) all.insert(name.substr(0, name.find(',')));
+    return all;
 }
 
 std::string form_in(const TempFolder& folder) { return find_chat_template("", folder.path).name; }
@@ -42,11 +51,16 @@ TEST_CASE("A form writes what transformers writes by the models' own templates",
                   as<std::string>(form["texts"][conversation]));
         }
     }
-    std::string names;
-    for (const std::string& name : held) names += name + "\n";
-    INFO("held against transformers, and plain:\n" << names << "all: " << chat_template_names());
-    const std::string all = chat_template_names();
-    CHECK(std::ssize(held) == std::count(all.begin(), all.end(), ',') + 1);
+    CHECK(held == all_forms());
+}
+
+TEST_CASE("the pages have every chat template", "[chat][docs]") {
+    const std::string header = slurp("inference/inference.h"), page = slurp("doc/inference.md");
+    for (const std::string& name : all_forms()) {
+        INFO(name);
+        CHECK(std::regex_search(header, std::regex("\n//   ([a-z0-9.-]+, )*" + name + "[ ,]")));
+        CHECK(std::regex_search(page, std::regex("\n\\| ([a-z0-9.-]+, )*" + name + "[ ,]")));
+    }
 }
 
 TEST_CASE("Mistral's oldest form takes a system message as the next one does", "[chat]") {
@@ -126,8 +140,7 @@ TEST_CASE("A folder's chat template is recognised by what its description mentio
         CHECK(form_in(folder) == form);
         found.insert(form);
     }
-    const std::string all = chat_template_names();
-    CHECK(std::ssize(found) == std::count(all.begin(), all.end(), ',') + 1);
+    CHECK(found == all_forms());
     spit(folder / "chat_template.jinja", "{#- don't #}\r\n  {% if m %}\n\n    {%- set x = '%}' + \"%}\" -%}\n    " +
                                              chatml_and("{{- {'a': {'}}': ''}}['a']['\\'}}'] }}\n  {%- endif %}\n"));
     CHECK(form_in(folder) == "chatml");  // white space that Jinja takes away

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Makes chat.json: what Hugging Face transformers makes of conversations by the models' own chat templates.
 
-    make_chat_golden.py TEMPLATES [--out chat.json]
+    make_chat_golden.py TEMPLATES [--out chat.json] [--only FORM]
 
 TEMPLATES is a folder with the texts of `chat_template`, NAME.jinja for each NAME below. They belong to their authors and
 are not in this repository: they are in the models' tokenizer_config.json or chat_template.jinja, and many projects
-quote them. The conversations are our own. Needs transformers
-and jinja2, and no torch.
+quote them. The conversations are our own. Needs transformers and jinja2, and no torch.
+
+--only: of one form; what the file here says of the others stays, and their templates need not be in the folder.
 
 chat.json: `transformers`, its version; `conversations`, messages by name; `forms`, a list of
     form    the name that inference/chat_template.cu has for it
@@ -84,7 +85,7 @@ def render(template, tokens, messages):
         texts, _ = render_jinja_template([messages], chat_template=template, add_generation_prompt=True,
                                          date_string=DATE, **tokens)
     except jinja2.TemplateError as error:
-        assert "roles" in str(error), error
+        assert "role" in str(error), error
         return None
     return texts[0]
 
@@ -93,9 +94,18 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("templates", type=pathlib.Path)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(__file__).parent / "chat.json")
+    parser.add_argument("--only", choices=[form for form, _, _ in FORMS], metavar="FORM")
     arguments = parser.parse_args()
-    forms = []
+    golden = {"transformers": transformers.__version__, "conversations": CONVERSATIONS}
+    kept, forms = {}, []
+    if arguments.only:
+        old = json.loads(pathlib.Path(__file__).with_name("chat.json").read_text(encoding="utf-8"))
+        assert golden.items() <= old.items(), f"other conversations, or not of transformers {old['transformers']}"
+        kept = {form["form"]: form for form in old["forms"] if form["form"] != arguments.only}
     for form, tokens, names in FORMS:
+        if form in kept:
+            forms.append(kept[form])
+            continue
         made, hashes = [], {}
         for name in names:
             template = (arguments.templates / f"{name}.jinja").read_bytes().decode("utf-8")
@@ -104,8 +114,7 @@ def main():
             hashes[name] = hashlib.sha256(template.encode("utf-8")).hexdigest()
         assert all(texts == made[0] for texts in made), f"{form}: {names} are not the same form"
         forms.append({"form": form, "models": hashes, "texts": made[0]})
-    golden = {"transformers": transformers.__version__, "conversations": CONVERSATIONS, "forms": forms}
-    arguments.out.write_text(json.dumps(golden, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    arguments.out.write_text(json.dumps({**golden, "forms": forms}, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 
 
