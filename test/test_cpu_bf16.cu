@@ -1,6 +1,6 @@
 // Products of bf16 matrices on the CPU device (cpu/sgemm.cpp): by AVX-512's dot products where the processor has them,
 // and by AMX's tiles, whose five instructions are written out here, so that all but the instructions themselves is
-// tested on every processor. test_cublaslt.cu tests products as a whole, exact and with dot products.
+// tested on every processor. test_cublaslt.cu tests products as a whole, exact ones and the processor's fastest.
 //
 //   run:   build/cpu/run_tests "[bf16_products]"
 #include "test.h"

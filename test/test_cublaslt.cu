@@ -28,6 +28,9 @@
 #include <vector>
 
 #include "reference.h"
+#ifdef CUDA_ON_CPU
+#include "bf16_products.h"
+#endif
 
 namespace {
 
@@ -185,8 +188,34 @@ bool has(const Case& c, int flag) { return (int(c.epilogue) & flag) != 0; }
 // each of the few that are added before they come to a register.
 double fp8_error(const Type& type, double size) { return of_nvidia() && type.bytes == 1 ? 0x1p-11 * size : 0; }
 
+// Calls f; of two bf16 matrices once for exact products, and once for this processor's fastest ones (cpu/sgemm.cpp).
+template <class F>
+void in_each_way(const Type& a, const Type& b, F&& f) {
+#ifdef CUDA_ON_CPU
+    using cuda_cpu::Bf16Products;
+    if (a.id == bf16.id && b.id == bf16.id) {
+        const struct Restore {
+            Bf16Products before = cuda_cpu::bf16_products();
+            ~Restore() { cuda_cpu::set_bf16_products(before); }
+        } restore;
+        const bool has_tiles = cuda_cpu::has_bf16_tiles(), has_dots = !has_tiles && cuda_cpu::has_bf16_dots();
+        const std::pair<Bf16Products, bool> ways[] = {
+            {Bf16Products::exact, true}, {Bf16Products::dots, has_dots}, {Bf16Products::tiles, has_tiles}};
+        for (const auto& [way, is_here] : ways) {
+            if (!is_here) continue;
+            INFO("way " << int(way));
+            cuda_cpu::set_bf16_products(way);
+            f();
+        }
+        return;
+    }
+#endif
+    (void)a, (void)b;
+    f();
+}
+
 // Runs one case, compares every element of D, AUX and bias gradient. `required`: NVIDIA's must have it too.
-void check(const Case& c, bool required = false) {
+void check_one_way(const Case& c, bool required) {
     INFO("m n k " << c.m << " " << c.n << " " << c.k << "  trans " << c.transpose_a << c.transpose_b << "  order "
                   << c.order_a << c.order_b << c.order_d << "  alpha beta " << c.alpha << " " << c.beta << "  types "
                   << c.a.id << " " << c.b.id << " " << c.c.id << " " << c.d.id << "  batch " << c.batch << c.share_a
@@ -319,6 +348,10 @@ void check(const Case& c, bool required = false) {
         CHECK(std::fabs(got - amax) <= amax_error + 1e-6 * amax);
     }
     cudaFree(scales);
+}
+
+void check(const Case& c, bool required = false) {
+    in_each_way(c.a, c.b, [&] { check_one_way(c, required); });
 }
 
 const auto col = CUBLASLT_ORDER_COL, row = CUBLASLT_ORDER_ROW;
@@ -659,13 +692,15 @@ TEST_CASE("cublasLt: few columns have the bits that they have among many", "[cub
                 D.download();
                 return D.host;
             };
-            const std::vector<char> all = columns(most);
-            for (const int64_t n : {1, 2, 3, 5, 8, 11, 13, 16, 17, 24, 25, 33, 48, 49, 64}) {
-                INFO("m n k " << m << " " << n << " " << k << "  type " << type.id);
-                const std::vector<char> few = columns(n);
-                const size_t bytes = all.size() / size_t(most) * size_t(n);
-                CHECK(std::memcmp(few.data(), all.data(), bytes) == 0);
-            }
+            in_each_way(A.type, B.type, [&] {
+                const std::vector<char> all = columns(most);
+                for (const int64_t n : {1, 2, 3, 5, 8, 11, 13, 16, 17, 24, 25, 33, 48, 49, 64}) {
+                    INFO("m n k " << m << " " << n << " " << k << "  type " << type.id);
+                    const std::vector<char> few = columns(n);
+                    const size_t bytes = all.size() / size_t(most) * size_t(n);
+                    CHECK(std::memcmp(few.data(), all.data(), bytes) == 0);
+                }
+            });
         }
 }
 
@@ -690,7 +725,7 @@ TEST_CASE("cublasLt: the number of threads does not change a bit", "[cublaslt]")
             Matrices A(type, k, m, true), B(type, k, n, true), D(f32, m, n, false);
             Operation operation;
             operation.attribute(CUBLASLT_MATMUL_DESC_TRANSA, int32_t(CUBLAS_OP_T));
-            check_bits(operation, A, B, D);
+            in_each_way(type, type, [&] { check_bits(operation, A, B, D); });
         }
     // Blocks of k with scales, the last one short.
     const int64_t m = 272, n = 516, k = 784;
