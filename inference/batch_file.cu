@@ -101,6 +101,12 @@ TextRequest read_request(const Json::Value& line, const LoadedModel& model, cons
     if (has_text) request.prompt = encode_prompt(model, prompt);
     fields.read("tokens", request.max_tokens);
     fields.read("samples", request.n);
+    std::vector<int32_t> stops;
+    fields.read("stop_token_ids", stops);
+    for (const int32_t token : stops)
+        check(token >= 0 && token < model.config.V, "\"stop_token_ids\" has the token ", token,
+              ", but the model knows 0 to ", model.config.V - 1);
+    request.stop_tokens.insert(request.stop_tokens.end(), stops.begin(), stops.end());
     if (!request.beams) read_sampling(fields, request);
     fields.refuse_unknown();
     return request;

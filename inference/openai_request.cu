@@ -1,9 +1,9 @@
 // inference/openai_request.cu: a request as OpenAI's clients write it, checked field by field.
 //
-// Besides OpenAI's fields there are some that vLLM has, too: top_k, min_p, repetition_penalty, ignore_eos,
-// skip_special_tokens. What a request does not say is as the program's flags are; only the seed, without --seed,
-// differs from request to request. A field that we do not know is refused: otherwise a client whose "temprature" is
-// ignored would never learn of it.
+// Besides OpenAI's fields there are some that vLLM has, too: top_k, min_p, repetition_penalty, stop_token_ids,
+// ignore_eos, skip_special_tokens. What a request does not say is as the program's flags are; only the seed, without
+// --seed, differs from request to request. A field that we do not know is refused: otherwise a client whose
+// "temprature" is ignored would never learn of it.
 #include "inference/server.h"
 #include "io/json.h"
 
@@ -93,6 +93,12 @@ void read_logprobs(Fields& fields, bool chat, SamplingOptions& s) {
     if (given) s.logprobs = wanted ? top : -1;
 }
 
+void check_token(const ServedModel& served, const char* field, int32_t token) {
+    const int64_t V = served.model.config.V;
+    if (token < 0 || token >= V)
+        refuse(field, concat('"', field, "\" has the token ", token, ": the model knows 0 to ", V - 1));
+}
+
 // How many answers, how long, and where they end.
 // length: the field that says how long, or "".
 void read_ends(Fields& fields, const ServedModel& served, bool chat, TextRequest& request, std::string& length) {
@@ -118,6 +124,10 @@ void read_ends(Fields& fields, const ServedModel& served, bool chat, TextRequest
     if (given && ignore_eos) stops.clear();
     else if (given && served.options.ignore_eos)
         stops.insert(stops.end(), served.model.stop_tokens.begin(), served.model.stop_tokens.end());
+    std::vector<int32_t> more;
+    fields.read("stop_token_ids", more, "a list of tokens");
+    for (const int32_t token : more) check_token(served, "stop_token_ids", token);
+    stops.insert(stops.end(), more.begin(), more.end());
 }
 
 void check_length(const ServedModel& served, const TextRequest& request, const std::string& length, const char* field) {
@@ -170,19 +180,21 @@ std::vector<ChatMessage> read_messages(const Json::Value* list) {
     return messages;
 }
 
-// Each prompt becomes a request, which keeps stop texts and logit_bias of its own: a small body must not become a large
-// one. And what can never run and wait at the same time would be told to try again for ever.
+// Each prompt becomes a request, which keeps stop texts, stop tokens and logit_bias of its own: a small body must not
+// become a large one. And what can never run and wait at the same time would be told to try again for ever.
 void check_prompts(int64_t n_prompts, const ServedModel& served, const TextRequest& like) {
     const ServerOptions& server = served.options.server;
     const int64_t most = served.options.engine.scheduler.max_sequences / like.n + server.max_waiting;
     if (n_prompts > most)
         refuse("prompt", concat(n_prompts, " prompts in one request: send at most ", most,
                                 " at a time (--max-sequences, --max-waiting)"));
-    int64_t bytes = std::ssize(like.sampling.logit_bias) * static_cast<int64_t>(sizeof(LogitBias::value_type));
+    int64_t bytes = std::ssize(like.sampling.logit_bias) * static_cast<int64_t>(sizeof(LogitBias::value_type)) +
+                    std::ssize(like.stop_tokens) * static_cast<int64_t>(sizeof(int32_t));
     for (const std::string& stop : like.stop) bytes += std::ssize(stop) + static_cast<int64_t>(sizeof stop);
     if (n_prompts > 1 && bytes > server.max_body / n_prompts)
-        refuse("prompt", concat(n_prompts, " prompts with ", bytes, " bytes of \"stop\" and \"logit_bias\" each: ",
-                                "together more than ", server.max_body, " (--max-body); send fewer at a time"));
+        refuse("prompt", concat(n_prompts, " prompts with ", bytes,
+                                " bytes of \"stop\", \"stop_token_ids\" and \"logit_bias\" each: together more than ",
+                                server.max_body, " (--max-body); send fewer at a time"));
 }
 
 // "prompt" is a string, a list of strings, a list of tokens, or a list of lists of tokens.
@@ -202,10 +214,7 @@ void read_prompts(const Json::Value* prompt, const ServedModel& served, const Te
         for (const std::string& text : texts) lists.push_back(encode_prompt(served.model, text));
     else texts.clear();
     for (size_t i = 0; i < lists.size(); ++i) {
-        const int64_t V = served.model.config.V;
-        for (const int32_t token : lists[i])
-            if (token < 0 || token >= V)
-                refuse("prompt", concat("\"prompt\" has the token ", token, ": the model knows 0 to ", V - 1));
+        for (const int32_t token : lists[i]) check_token(served, "prompt", token);
         api.requests.push_back(like);
         api.requests.back().prompt = lists[i];
         if (!api.echo) continue;

@@ -225,9 +225,21 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
     const Outcome beams = generate("--beams 2 --batch " + in + " --out " + (folder / "beams"));
     CHECK_THAT(beams.err, ContainsSubstring("line 2: \"temperature\": a request has no such field"));
     CHECK(lines_of(folder / "beams").size() == 1);
+    // Tokens before which an answer ends, drawn ones and beams.
+    const std::string prompt = "{\"prompt\": \"a\", \"tokens\": 2, \"stop_token_ids\": [";
+    spit(in, prompt + "7, 9], \"logit_bias\": {\"9\": 100}}\n" + prompt + "8], \"logit_bias\": {\"9\": 100}}\n" +
+                 prompt + "256]}\n");
+    const Outcome ends = generate("--batch " + in + " --out " + (folder / "ends"));
+    CHECK_THAT(ends.err,
+               ContainsSubstring("line 3: \"stop_token_ids\" has the token 256, but the model knows 0 to 255"));
+    std::map<int, std::string> ended;
+    for (const json& line : lines_of(folder / "ends"))
+        ended[as<int>(line["id"])] = dumped(line["ids"]) + as<std::string>(line["finish_reason"]);
+    CHECK(ended == std::map<int, std::string>{{1, "[]stop"}, {2, "[9,9]length"}});
+    spit(in, prompt + "9]}\n");
+    CHECK(generate("--beams 2 --batch " + in + " --out " + (folder / "ends_of_beams")).status == 0);
 }
 
-// The weights of this model cannot be read. A mistake in a file, a prompt or an address is told before that is known.
 TEST_CASE("flags that change no text change what they say", "[generate][program]") {
     const TempFolder folder;
     const std::string prompt = "{\"prompt\": \"" + std::string(40, 'x') + "\", \"tokens\": ";
@@ -246,6 +258,7 @@ TEST_CASE("flags that change no text change what they say", "[generate][program]
     CHECK_THAT(generate("--plan").out, ContainsSubstring("on the host ") && !ContainsSubstring("64.1 MiB"));
 }
 
+// The weights of this model cannot be read. A mistake in a file, a prompt or an address is told before that is known.
 TEST_CASE("what cannot be used is told before the weights are read, and a file stays as it is", "[generate][program]") {
     const TempFolder folder;
     std::filesystem::copy(newest_checkpoint(trained_run()), folder / "model");

@@ -436,6 +436,9 @@ TEST_CASE("a message ends where its template says, whatever ends the request nam
     CHECK(written("120", "stop", json()) == ", stop");  // "x", as the flags say
     for (const json& other : {json("y"), value(std::vector{"y"})})
         CHECK(written("120", "stop", other) == "xxx, length");
+    for (const auto& [ids, text] :
+         {std::pair(std::vector{7, 121}, ", stop"), {{122}, "yyy, length"}, {{}, "yyy, length"}})
+        CHECK(written("121", "stop_token_ids", value(ids)) == text);
     json echo = value({{"prompt", std::vector<int>{'a', 254, 'b'}}, {"logit_bias", {{"254", 100}}}, {"echo", true}});
     echo["max_tokens"] = 1;
     CHECK(complete(server, echo).object()["choices"][0]["text"] == "ab");
@@ -488,6 +491,8 @@ TEST_CASE("a message ends where its template says, whatever ends the request nam
         json ends = value({{"prompt", "a"}, {"max_tokens", 2}, {"logit_bias", {{"0", 100}}}});
         ends["ignore_eos"] = ignored;
         CHECK(complete(plain, ends).object()["choices"][0]["finish_reason"] == reason);
+        ends["stop_token_ids"] = value(std::vector{0});  // that the model's end is ignored does not matter to these
+        CHECK(complete(plain, ends).object()["choices"][0]["finish_reason"] == "stop");
     }
 }
 
@@ -560,8 +565,13 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
         refused(post(concat("{\"prompt\": ", prompt, "}")), 400, "expected a string, a list of strings", "prompt");
     CHECK(post(R"({"prompt": [0, 255], "max_tokens": 1})").status == 200);
     refused(post(R"({"prompt": ""})"), 400, "no token", "prompt");
-    for (const char* const token : {"-1", "256"})
-        refused(post(concat(R"({"prompt": [1, )", token, "]}")), 400, concat("the token ", token), "prompt");
+    for (const char* const token : {"-1", "256"}) {
+        const std::string list = concat("[1, ", token, "]}"),
+                          words = concat("the token ", token, ": the model knows 0");
+        refused(post(R"({"prompt": )" + list), 400, words, "prompt");
+        refused(post(R"({"prompt": "a", "stop_token_ids": )" + list), 400, words, "stop_token_ids");
+    }
+    refused(post(R"({"prompt": "a", "stop_token_ids": 1})"), 400, "a list of tokens", "stop_token_ids");
     refused(post(R"({"prompt": "a", "temperature": "hot"})"), 400, "\"temperature\" is \"hot\": expected a number",
             "temperature");
     refused(post(R"({"prompt": "a", "temperature": -1})"), 400, "temperature is -1", "temperature");
@@ -593,6 +603,10 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     refused(post("{\"prompt\": [[1], [2], [3]]" + stop), 400, "together more than 2000 (--max-body)", "prompt");
     refused(post(R"({"prompt": [[1], [2]], "stop": [)" + stops + "]}"), 400, "together more than 2000", "prompt");
     refused(post(R"({"prompt": [[1], [2]], "logit_bias": {)" + biases + "}}"), 400, "together more than 2000",
+            "prompt");
+    std::string ids = "1";  // of 4 bytes each
+    for (int i = 0; i < 300; ++i) ids += ",1";
+    refused(post(R"({"prompt": [[1], [2]], "stop_token_ids": [)" + ids + "]}"), 400, "together more than 2000",
             "prompt");
     refused(post(R"({"prompt": "a", "stop": [""]})"), 400, "empty", "stop");
     for (const char* const other : {"5", "[5]", "{}"})
