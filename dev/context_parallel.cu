@@ -1,8 +1,7 @@
 // dev/context_parallel.cu: where the tokens of a sequence are with context parallelism, who sends what, and what both
 // modes take.
 //
-//   run      make dev && build/cpu/dev/context_parallel context.png
-//            (--ranks 4 --seq 2048 --heads 8 --key-heads 8 --width 32 --rounds 3)
+//   run      make dev && build/cpu/dev/context_parallel context.png              (--help lists the flags)
 //   debug    make DEBUG=1 DEVICE=cpu dev &&
 //            gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/context_parallel out.png --seq 64
 //

@@ -1,7 +1,6 @@
 // dev/recompute.cu: what recomputation of activations saves, and what it costs: the square-root law, measured.
 //
-//   run      make dev && build/cpu/dev/recompute recompute.png
-//            (--layers 36 --width 128 --seq 128 --batch 4 --steps 5)
+//   run      make dev && build/cpu/dev/recompute recompute.png                   (--help lists the flags)
 //   debug    make DEBUG=1 DEVICE=cpu dev &&
 //            gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/recompute out.png --layers 4
 //

@@ -1,8 +1,7 @@
 // dev/tensor_overlap.cu: the messages of 1D tensor parallelism, from one all-reduce to pieces that travel beside
 // products: the two products of a feed-forward, y = B (A x), on n ranks.
 //
-//   run      make dev && build/cpu/dev/tensor_overlap
-//            (--ranks 4 --rows 512 --width 256 --hidden 1024 --rounds 5)
+//   run      make dev && build/cpu/dev/tensor_overlap                            (--help lists the flags)
 //   debug    make DEBUG=1 DEVICE=cpu dev &&
 //            gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/tensor_overlap --rows 32
 //
