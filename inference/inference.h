@@ -904,6 +904,7 @@ std::vector<int32_t> encode_prompt(const LoadedModel& model, const std::string& 
 //   {"id": 7, "prompt": "..."}   also "prompt_ids" instead of "prompt"; "tokens", "temperature", "top_k", "top_p",
 //                                "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
 //                                "samples", "stop", "logit_bias", "logprobs", as the flags, which are their defaults;
+//                                "stop_token_ids": ids that end an answer and are not part of it;
 //                                "prompt_logprobs": true, with "logprobs": those of the prompt's tokens, too, and then
 //                                "tokens" may be 0. No two ids are the same.
 //   {"id": 7, "text": "...", "ids": [..], "finish_reason": "stop"}       several samples: a line each, with "sample"

@@ -3,6 +3,7 @@
 //   run:   build/cpu/run_tests -# "[#test_safetensors]"
 #include <cmath>
 #include <cstring>
+#include <regex>
 #include <set>
 
 #include "io/io.h"
@@ -79,7 +80,15 @@ TEST_CASE("what we write is what the reference implementation writes") {
                        to_store("w", "F32", {2, 2}, bytes_of<float>({1, -2, 0.5f, 3})),
                        to_store("ids", "I32", {2}, bytes_of<int32_t>({-1, 2147483647}))},
                       {{"format", "pt"}});
-    CHECK(slurp(path) == reference);
+    // But for the checksums, of which it knows nothing.
+    const std::string text = slurp(path);
+    uint64_t header_bytes = 0;
+    std::memcpy(&header_bytes, text.data(), 8);
+    const std::regex of_ours(R"(,"checksum [a-z]+":"[0-9a-f]{16}")");
+    std::string header = std::regex_replace(text.substr(8, header_bytes), of_ours, "");
+    header.erase(header.find_last_not_of(' ') + 1);
+    header.resize(static_cast<size_t>(round_up(std::ssize(header), 8)), ' ');
+    CHECK(file_of(header, text.substr(8 + header_bytes)) == reference);
     CHECK(folder.listing() == "x.safetensors");
 }
 

@@ -165,6 +165,7 @@ struct RunState {
     std::optional<BestStep> best;                // with --keep-best
     std::map<std::string, std::string> options;  // TrainOptions::identity
 };
+// state.json, after all other files of the checkpoint: it has the checksums of their tensors.
 void write_state(const std::string& checkpoint, const RunState& state);
 RunState read_state(const std::string& checkpoint);  // Error for what is not a training state
 
@@ -177,8 +178,9 @@ ResumedSchedule resumed_schedule(const TrainOptions& options, const RunState& sa
 
 // The newest checkpoint whose state and configuration can be read; Error if there is none.
 std::string readable_checkpoint(const std::string& run);
-// The newest checkpoint of which every byte of every tensor is as it was written. Where a newer one is broken, a line
-// on stderr names the file and the tensor; Error if none is whole. Collective: rank 0 reads, as fast as its disk can.
+// The newest checkpoint of which every byte of every tensor is as it was written, and every file the one that was
+// written with its state.json. Where a newer one is broken, a line on stderr names the file, and the tensor if it is
+// one; Error if none is whole. Collective: rank 0 reads, as fast as its disk can.
 std::string whole_checkpoint(Comm& world, const std::string& run);
 
 // ---------------------------------------------------------------------------------------------------------------------

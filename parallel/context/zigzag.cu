@@ -27,8 +27,6 @@
 #include "core/names.h"
 #include "parallel/context/context.h"
 
-#include <utility>
-
 TokenChunks ZigZag::of_rank(int rank) const { return {chunk(), {rank * chunk(), (2 * n - 1 - rank) * chunk()}}; }
 
 std::vector<int64_t> ZigZag::tokens(int rank) const {

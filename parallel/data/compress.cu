@@ -32,8 +32,8 @@
 // and the losses in doc/compression.md show what that costs.
 #include "parallel/data/compress.h"
 
-#include "core/names.h"
 #include "core/kernel.cuh"
+#include "core/names.h"
 
 #include <algorithm>
 
