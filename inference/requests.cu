@@ -178,9 +178,10 @@ int64_t Requests::add(TextRequest text) {
     const SamplingOptions& s = text.sampling;
     check(!text.scores_prompt || s.logprobs >= 0,
           "a prompt is scored by log-probabilities: logprobs must be 0 or more");
-    check(!text.beams || (text.stop.empty() && s.logit_bias.empty() && s.logprobs < 0 && text.n <= text.beams->n_beams),
-          "beam search gives at most as many answers as it has beams, and supports no stop strings, no logit_bias and "
-          "no logprobs");
+    check(!text.beams || text.n <= text.beams->n_beams, "beam search gives at most as many answers as it has beams, ",
+          text.beams ? text.beams->n_beams : 0, ", and not ", text.n);
+    check(!text.beams || (text.stop.empty() && s.logit_bias.empty() && s.logprobs < 0),
+          "beam search supports no stop strings, no logit_bias and no logprobs");
     auto r = std::make_unique<Running>();
     r->request.id = ++n_requests_;
     r->request.prompt = text.prompt;

@@ -527,17 +527,20 @@ TEST_CASE("the text of an answer goes on from the prompt, and ends before the fi
                         concat("the prompt has ", config.T_max, " tokens, and prompt and answer together")));
     CHECK(one_line_with(refused([](TextRequest& r) { r.stop = {""}; }), "a stop string is empty"));
     CHECK(one_line_with(refused([](TextRequest& r) { r.scores_prompt = true; }), "logprobs must be 0 or more"));
-    for (const std::function<void(TextRequest&)> unsupported :
-         {+[](TextRequest& r) { r.stop = {"a"}; },
-          +[](TextRequest& r) {
-              r.sampling.logit_bias = {{5, 1}};
-          },
-          +[](TextRequest& r) { r.sampling.logprobs = 0; }, +[](TextRequest& r) { r.n = 5; }})
-        CHECK(one_line_with(refused([&](TextRequest& r) {
-                                r.beams = BeamOptions{.n_beams = 4}, r.stop = {}, r.sampling.logit_bias = {};
-                                unsupported(r);
-                            }),
-                            "beam search gives"));
+    const auto refused_beams = [&](const std::function<void(TextRequest&)>& unsupported) {
+        return refused([&](TextRequest& r) {
+            r.beams = BeamOptions{.n_beams = 4}, r.stop = {}, r.sampling.logit_bias = {};
+            unsupported(r);
+        });
+    };
+    CHECK(
+        one_line_with(refused_beams([](TextRequest& r) { r.n = 5; }), "as many answers as it has beams, 4, and not 5"));
+    for (const std::function<void(TextRequest&)> unsupported : {+[](TextRequest& r) { r.stop = {"a"}; },
+                                                                +[](TextRequest& r) {
+                                                                    r.sampling.logit_bias = {{5, 1}};
+                                                                },
+                                                                +[](TextRequest& r) { r.sampling.logprobs = 0; }})
+        CHECK(one_line_with(refused_beams(unsupported), "beam search supports no stop strings"));
     const int64_t id = requests.add(request);
     CHECK(requests.unfinished().size() == 1);
     requests.cancel(id);

@@ -221,9 +221,13 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
     CHECK_THAT(refused.err, ContainsSubstring("line 21: \"prompt_logprobs\" is 1: expected true or false"));
     CHECK_THAT(refused.out, ContainsSubstring("0 answers, 3 requests done before, 17 refused; 0 prompt tokens"));
     // Beams are not drawn.
-    spit(in, "{\"prompt\": \"a\", \"tokens\": 2}\n{\"prompt\": \"a\", \"temperature\": 1}\n");
+    spit(in,
+         "{\"prompt\": \"a\", \"tokens\": 2}\n{\"prompt\": \"a\", \"temperature\": 1}\n"
+         "{\"prompt\": \"a\", \"samples\": 3}\n");
     const Outcome beams = generate("--beams 2 --batch " + in + " --out " + (folder / "beams"));
     CHECK_THAT(beams.err, ContainsSubstring("line 2: \"temperature\": a request has no such field"));
+    CHECK_THAT(beams.err, ContainsSubstring("line 3: beam search gives at most as many answers as it has beams, 2, and "
+                                            "not 3\n"));
     CHECK(lines_of(folder / "beams").size() == 1);
     // Tokens before which an answer ends, drawn ones and beams.
     const std::string prompt = "{\"prompt\": \"a\", \"tokens\": 2, \"stop_token_ids\": [";
