@@ -99,6 +99,9 @@ std::string Metrics::text(const EngineView& engine) const {
     text += single("llm_waiting", "gauge", "requests that wait, or were preempted", engine.n_waiting);
     text += single("llm_pages", "gauge", "pages of the cache", engine.use.n_pages);
     text += single("llm_pages_used", "gauge", "pages of requests that run", engine.use.owned_pages);
+    text += single("llm_page_rows", "gauge", "rows of a page, each for a token", engine.page_size);
+    text += single("llm_rows_used", "gauge",
+                   "rows of used pages that hold tokens; the others are internal fragmentation", engine.use.used_rows);
     text += single("llm_pages_shared", "gauge", "used pages that several sequences share", engine.use.shared_pages);
     text += single("llm_pages_kept", "gauge", "pages of no request, kept because they may be found again",
                    engine.use.kept_pages);

@@ -175,6 +175,7 @@ std::string engine_json(const ServedModel& served, const EngineView& engine, int
                     {"max_length", served.model.engine->options().scheduler.max_length},
                     {"page_size", engine.page_size},
                     {"pages_used", engine.use.owned_pages},
+                    {"rows_used", engine.use.used_rows},
                     {"pages_shared", engine.use.shared_pages},
                     {"pages_kept", engine.use.kept_pages},
                     {"pages_free", engine.use.free_pages},

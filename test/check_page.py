@@ -105,6 +105,8 @@ def check(page):
     expect(page.value("$('hover').textContent").startswith("page 0: "), "page 0 is not described")
     page.value("$('pages').onmousemove({offsetX: grid.columns * grid.size, offsetY: 1})")
     expect(page.value("$('hover').textContent") == "", "a page is described where none is drawn")
+    share = float(page.value("$('owned').textContent").split("; ")[1].removesuffix(" % of their rows hold tokens"))
+    expect(50 < share <= 100, f"{share} % of the pages' rows hold tokens")  # of one sequence all but the last page is full
     n = page.value(last_message + ".length")
     page.becomes(last_message + f".length > {n}")  # a stream
     expect(page.value("answering !== null && messages.length === 1 && messages[0].content === 'And?'"), "the oldest messages are still there")

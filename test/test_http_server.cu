@@ -144,6 +144,7 @@ TEST_CASE("the metrics are what was counted", "[server]") {
     EngineView view;
     view.use = {.n_pages = 10, .free_pages = 11, .kept_pages = 12, .owned_pages = 13, .shared_pages = 14};
     view.use.host_pages = 15, view.n_steps = 16, view.n_running = 17, view.n_waiting = 18, view.n_preemptions = 19;
+    view.page_size = 23, view.use.used_rows = 24;
     view.speculation = {.proposed = 20, .accepted = 21, .steps = 22};
     const std::string text = metrics.text(view);
     for (const char* const line : {"llm_pages 10",
@@ -159,6 +160,8 @@ TEST_CASE("the metrics are what was counted", "[server]") {
                                    "llm_draft_tokens_total 20",
                                    "llm_draft_tokens_accepted_total 21",
                                    "llm_sequence_steps_total 22",
+                                   "llm_page_rows 23",
+                                   "llm_rows_used 24",
                                    "llm_prompt_tokens_total 31",
                                    "llm_answer_tokens_total 4",
                                    "llm_http_answers_total{status=\"200\"} 2",

@@ -841,6 +841,7 @@ TEST_CASE("a client that goes away frees its pages; too many clients are refused
         for (const json& run : engine["pages"])
             pages += run[0] == engine["requests"][0]["id"] ? as<int64_t>(run[2]) : 0;
         CHECK(engine["pages_used"] == pages);
+        CHECK(engine["rows_used"] == engine["requests"][0]["computed_tokens"]);
         int64_t kept = 0;
         for (const json& run : engine["pages"]) kept += run[0] == -1 ? as<int64_t>(run[2]) : 0;
         CHECK(kept > 0);
