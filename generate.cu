@@ -67,6 +67,12 @@ std::string speculation(const LoadedModel& model) {
     return text.empty() ? "" : "; " + text;
 }
 
+// The same where pages ran out.
+std::string preemptions(const LoadedModel& model) {
+    const int64_t n = model.engine->scheduler().n_preemptions();
+    return n == 0 ? "" : concat(", ", n, n == 1 ? " preemption" : " preemptions");
+}
+
 // A prompt whose answers are still to come. One answer is printed as it comes; several when all are there.
 class Prompt {
   public:
@@ -153,10 +159,11 @@ int answer_batch(LoadedModel& model, const GenerateOptions& o, BatchFiles& files
     std::printf("%s: %lld answers", o.out.c_str(), static_cast<long long>(count.done));
     if (count.done_before > 0) std::printf(", %lld requests done before", static_cast<long long>(count.done_before));
     if (count.refused > 0) std::printf(", %lld refused", static_cast<long long>(count.refused));
-    std::printf("; %lld prompt tokens and %lld answer tokens in %s, %.1f tok/s; %lld steps%s\n",
+    std::printf("; %lld prompt tokens and %lld answer tokens in %s, %.1f tok/s; %lld steps%s%s\n",
                 static_cast<long long>(count.prompt_tokens), static_cast<long long>(count.tokens),
                 human_seconds(seconds).c_str(), static_cast<double>(count.tokens) / std::max(seconds, 1e-9),
-                static_cast<long long>(model.engine->n_steps()), speculation(model).c_str());
+                static_cast<long long>(model.engine->n_steps()), preemptions(model).c_str(),
+                speculation(model).c_str());
     report_cache(*model.engine, o);
     check(count.failed == 0, count.failed, count.failed == 1 ? " answer has" : " answers have",
           " no text, and will be asked for by the next run: ", kNotFinite);

@@ -257,6 +257,9 @@ TEST_CASE("flags that change no text change what they say", "[generate][program]
     CHECK_THAT(told(" --batching static"), ContainsSubstring("; 16 steps"));
     CHECK_THAT(told(" --no-prefix-sharing"),
                ContainsSubstring("; 10 steps") && ContainsSubstring("saves 0.0 % of the"));
+    // Where the pages run out, the younger of two that run gives its own up.
+    for (const char* flags : {" --page-size 1 --cache-pages 50", " --page-size 1 --cache-pages 50 --preempt swap"})
+        CHECK_THAT(told(flags), ContainsSubstring(" steps, 1 preemption\n"));
     // Pages of 64 KiB that are swapped out have 64 MiB on the host.
     CHECK_THAT(generate("--plan --preempt swap").out, ContainsSubstring("on the host              64.1 MiB"));
     CHECK_THAT(generate("--plan").out, ContainsSubstring("on the host ") && !ContainsSubstring("64.1 MiB"));
