@@ -40,7 +40,14 @@ table=$out/table.md
 work=$(mktemp -d)
 session=
 end_session() { [ -z "$session" ] || pkill -KILL -s "$session"; session=; }
-trap 'end_session; rm -rf "$work"' EXIT
+# What the scripts of the steps log by themselves is not in their output: why a program failed, which test.
+keep_logs() {
+    local file
+    for file in "$work"/*/bench.log "$work"/*/profile.log "$work"/*/log.txt; do
+        [ -e "$file" ] && { echo "---- ${file#"$work/"}" && tail -c 4000000 "$file"; } >> "$log" && rm "$file"
+    done
+}
+trap 'end_session; keep_logs; rm -rf "$work"' EXIT
 trap 'trap "" INT TERM; exit 130' INT TERM  # a second signal does not cut that short
 SECONDS=0
 failed=0
@@ -74,16 +81,19 @@ limited() {
     cat "$work/out" >> "$log"
     return $status
 }
-# step NAME LIMIT DETAIL_COMMAND COMMAND...: one line of the table. DETAIL_COMMAND reads $work/out.
+# step NAME LIMIT DETAIL_COMMAND COMMAND...: one line of the table. DETAIL_COMMAND reads what the step wrote under $work. If there
+# is nothing for it, the line has the first error.
 step() {
-    local name=$1 limit=$2 detail=$3 status=0 started=$SECONDS
+    local name=$1 limit=$2 detail=$3 text status=0 started=$SECONDS
     shift 3
     limited "$limit" "$@" || status=$?
-    row "$name" $status $((SECONDS - started)) "$($detail | tr '|\n' '/ ' | cut -c 1-150)"
+    text=$($detail 2> /dev/null)
+    row "$name" $status $((SECONDS - started)) "$(echo "${text:-$(first_error)}" | tr '|\n' '/ ' | cut -c 1-150)"
+    keep_logs
     return $status
 }
 last_line() { grep . "$work/out" | tail -n 1; }
-first_error() { grep -m 1 -iE 'error|fail|trap|fatal' "$work/out" || last_line; }
+first_error() { cat "$work"/*/{bench,profile}.log "$work/out" 2> /dev/null | grep -v '^====' | grep -m 1 -iE 'error|fail|trap|fatal|^train_gpt: ' || last_line; }
 keep() { for file in "$@"; do [ -e "$file" ] && cp "$file" "$out/"; done; }
 
 gpu=$([ $device = cuda ] && nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2> /dev/null | head -n 1 || echo "the CPU device")
@@ -128,7 +138,8 @@ if wants profile; then
     keep "$work/profile/profile.md" "$work/profile/profile.png" "$work/profile/account.md"
 fi
 if wants kernels; then
-    step "kernels beside PyTorch" 150 last_line env PARTS="limits kernels" MODELS="$MODEL" DTYPE="$DTYPE" OPPONENTS=torch RECORD=0 \
+    limits() { sed -n 's/^- limits, measured: //p; /^Geometric mean/p' "$work/kernels/results.md"; }
+    step "kernels beside PyTorch" 150 limits env PARTS="limits kernels" MODELS="$MODEL" DTYPE="$DTYPE" OPPONENTS=torch RECORD=0 \
         BENCH_SECONDS=140 BENCH_OUT="$work/kernels" LLM_PYTHON="$LLM_PYTHON" dev/bench.sh "$build"
     keep "$work/kernels/results.md" "$work/kernels/kernels.png"
 fi
@@ -140,7 +151,8 @@ if wants torch; then
     { echo && sed -n '/^### Training/,$p' "$work/torch/results.md"; } >> "$out/results.md" 2> /dev/null
 fi
 if wants tests; then
-    step "tests of kernels, sanitizers" "$(left)" last_line env CHECK_STEPS="kernel_tests sanitizers" CHECK_SECONDS="$(($(left) > 11 ? $(left) - 10 : 1))" \
+    checks() { awk -F ' *[|] *' 'NR > 2 { printf "%s%s: %s", NR == 3 ? "" : ", ", $2, $3 }' "$work/check/table.md"; }
+    step "tests of kernels, sanitizers" "$(left)" checks env CHECK_STEPS="kernel_tests sanitizers" CHECK_SECONDS="$(($(left) > 11 ? $(left) - 10 : 1))" \
         CHECK_OUT="$work/check" dev/gpu_check.sh "$build"
     [ -e "$work/check/table.md" ] && cp "$work/check/table.md" "$out/check.md"
 fi

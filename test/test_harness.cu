@@ -459,6 +459,23 @@ TEST_CASE("make gpu-window: a kernel that hangs and one that traps do not stop t
                    .out,
                ContainsSubstring("1 passed, 1 failed; what follows uses --attention auto"));
 
+    // What the scripts of the steps log is kept: why a program failed, and which test.
+    std::filesystem::create_directories(build + "/dev");
+    std::filesystem::create_symlink(program_file("dev/bench_report"), build + "/dev/bench_report");
+    make_executable(build + "/dev/bench_kernels", "");
+    make_executable(build + "/train_gpt", "echo 'train_gpt: an illegal memory access' >&2; exit 2\n");
+    make_executable(build + "/run_tests", pretend_to_test("is wrong") + "exit 1\n");
+    const Outcome failed = run_script(
+        "gpu_window.sh",
+        concat("PATH=", bin, ":$PATH WINDOW_STEPS='training tests' MODEL=tiny BATCH=2 SEQ=32 WINDOW_SECONDS=60 ",
+               "WINDOW_OUT=", folder / "out"),
+        build);
+    INFO(failed.err << failed.out);
+    CHECK_THAT(failed.out, ContainsSubstring("| training: tiny, bf16, 2 x 32 | FAILED (1) | ") &&
+                               ContainsSubstring(" | train_gpt: an illegal memory access ") &&
+                               ContainsSubstring(" | kernel tests: FAILED, memcheck: "));
+    CHECK_THAT(slurp(folder / "out/log.txt"), ContainsSubstring("FAILED: is wrong (status 1, "));
+
     // Nor does a test leave a program to the next one.
     make_executable(build + "/run_tests", concat(pretend_to_test("leaves"), left_running, " &\n"));
     CHECK(run_shell("test/run_each.sh " + build).status == 0);
