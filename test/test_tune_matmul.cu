@@ -89,7 +89,13 @@ TEST_CASE("--tune-matmul times each product once, and later runs take what was c
     };
     if (device().is_cpu) CHECK(launches("32x144x36 f32 f32 f32 nt bias_gelu: parts\n") > launches(""));
 
+    // A run that times nothing leaves a spoilt file as it is, and one that does writes it anew.
     write_text_file(file, "nonsense\n");
+    const std::string left = file + " is ignored, and written anew by the next run that times products: its first line";
+    CHECK_THAT(run("fp8", "--tune-matmul on --dtype fp8").err, ContainsSubstring(left));
+    const std::string account = "--account --tune-matmul on --batch 2 --seq 16 --sample 0";
+    CHECK_THAT(run_program("train_gpt", account, cache).err, ContainsSubstring(left));
+    CHECK(read_text_file(file) == "nonsense\n");
     const Outcome spoilt = run("spoilt", "--tune-matmul on");
     CHECK_THAT(spoilt.err, ContainsSubstring(file + " is ignored, and will be written anew: its first line is not"));
     CHECK_THAT(read_text_file(file), ContainsSubstring("llm.cu matmul choices of "));

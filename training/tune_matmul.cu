@@ -59,12 +59,13 @@ namespace {
 bool is_tuned(const TrainOptions& o) { return o.tune_matmul == "on" || (o.tune_matmul == "auto" && !device().is_cpu); }
 
 // Sets the choices of the file, if there is one. One that cannot be used is as good as none, but somebody should know.
-void read_choices(const std::string& path) {
+void read_choices(const std::string& path, bool times) {
     if (path.empty()) return;
     try {
         if (is_there(path)) set_matmul_choices(choices_in_matmul_file(read_text_file(path)));
     } catch (const Error& error) {
-        std::fprintf(stderr, "%s is ignored, and will be written anew: %s\n", path.c_str(), error.what());
+        std::fprintf(stderr, "%s is ignored, and %s: %s\n", path.c_str(),
+                     times ? "will be written anew" : "written anew by the next run that times products", error.what());
     }
 }
 
@@ -91,18 +92,18 @@ bool can_rehearse(const Trainer& t) {
 }  // namespace
 
 void recall_matmuls(const TrainOptions& o) {
-    if (is_tuned(o)) read_choices(matmul_file());
+    if (is_tuned(o)) read_choices(matmul_file(), false);
 }
 
 void choose_matmuls(Trainer& t, const BatchReader& data) {
     if (!is_tuned(t.options)) return;
     const std::string path = matmul_file();
-    const bool is_first = t.world.rank == 0;
+    const bool is_first = t.world.rank == 0, times = can_rehearse(t);
     set_matmul_choices("");
-    if (is_first) read_choices(path);
+    if (is_first) read_choices(path, times);
     take_choices_of_rank_0(t);
     const std::string before = matmul_choices();
-    if (can_rehearse(t)) {
+    if (times) {
         read_batch(t, data, 1);
         tune_matmuls(true);
         accumulate_gradients(t, 1);
