@@ -332,15 +332,15 @@ struct Operation {
     Row sum;
 };
 
-// Launches of one kernel, and of a product those of one size, are one operation. The longest come first.
+// Launches of a group that have one kernel, or are products of one size, are one operation. The longest come first.
 std::vector<Operation> operations_of(const Account& account) {
-    std::map<std::string, Operation> by_name;
+    std::map<std::pair<std::string, size_t>, Operation> by_name;
     for (size_t i = 0; i < account.launches.size(); ++i) {
         const auto& [kernel, cost] = account.launches[i];
         const auto& [M, N, K] = cost.product;
         std::string name = std::regex_replace(kernel, std::regex("_kernel$"), "");
         if (M > 0) name = concat(M, " x ", N, " x ", K);
-        Operation& operation = by_name[name];
+        Operation& operation = by_name[{name, account.groups[i]}];
         operation.name = name, operation.group = account.groups[i];
         operation.sum.add(account.rows[i]);
     }

@@ -114,7 +114,9 @@ TEST_CASE("the account tells the head's products from those of blocks with the s
         INFO(out);
         double head = 0, blocks = 0;
         int64_t n_head = 0;
+        std::set<std::string> operations;
         for (const auto& row : read_tsv(folder / "account/launches.tsv")) {
+            operations.insert(row[1] + " " + (row[2] == "0" ? row[0] : concat(row[2], " ", row[3], " ", row[4])));
             if (row[1] == "head products") head += std::stod(row[9]), ++n_head;
             if (row[1] == "block products") blocks += std::stod(row[9]);
         }
@@ -122,6 +124,14 @@ TEST_CASE("the account tells the head's products from those of blocks with the s
         const double tokens = 64, C = 256, F = 128, L = 3;
         CHECK(head == Approx(6 * tokens * C * 256).epsilon(1e-4));
         CHECK(blocks == Approx(6 * tokens * L * (4 * C * C + 3 * C * F)).epsilon(1e-4));
+        // Those of the head have rows of their own in the picture. (The first of launches.tsv has the headings.)
+        int width = 0, height = 0, channels = 0;
+        uint8_t* pixels = stbi_load((folder / "account/account.png").c_str(), &width, &height, &channels, 1);
+        REQUIRE(pixels != nullptr);
+        size_t n_rows = 0;
+        while (n_rows < 30 && pixels[(91 + 35 * static_cast<int>(n_rows) / 2) * width + 826] < 240) ++n_rows;
+        stbi_image_free(pixels);
+        CHECK(n_rows == std::min<size_t>(30, operations.size() - 1));
     }
 #else
     SKIP_TEST("the CPU device has this account");
