@@ -155,6 +155,7 @@ struct Account {
     // products of blocks, which --fp8 has in 8 bits.
     double rate = 0, block_rate = 0;
     double rate_of(size_t group) const { return group == kBlockProducts ? block_rate : rate; }
+    bool on_tensor_cores = true;  // which multiply no float32, and which a CPU has not
     std::vector<NotedLaunch> launches = {};
     std::vector<Row> rows = {};       // one for each launch
     std::vector<size_t> groups = {};  // likewise
@@ -195,9 +196,12 @@ Account account_of(Trainer& t) {
 #ifdef CUDA_ON_CPU
     cuda_cpu::take_addresses_alone(true);
 #endif
-    account.rate = account.block_rate = account.spec.reached_rate(o.precision.dtype);
+    const DType dtype = o.precision.dtype;
+    account.rate = account.block_rate = account.spec.reached_rate(dtype);
+    account.on_tensor_cores =
+        dtype != DType::f32 && (dtype != DType::bf16 || account.spec.multiplies_bf16) && account.spec.rest_most == 0;
     if (o.precision.fp8 != Fp8Recipe::none && account.spec.fp8 > 0)
-        account.block_rate *= account.spec.fp8 / account.spec.rate(o.precision.dtype);  // the same share of the peak
+        account.block_rate *= account.spec.fp8 / account.spec.rate(dtype);  // the same share of the peak
     t.reserve();
     recall_matmuls(o);
     LaunchNotes notes;
@@ -259,12 +263,13 @@ std::string text_of(const Trainer& t, const Account& account) {
         if (groups[g].launches == 0) continue;
         const bool attends = g == kAttentionForward || g == kAttentionBackward,
                    computes = !moves_rows(g) && groups[g].intensity() > account.rate_of(g) / spec.reached_bytes;
-        // Attention's scores each take an exponential, for which there are fewer units: half of the roof is out of
-        // reach.
+        // Attention's scores each take an exponential, for which there are fewer units: half of the roof of the tensor
+        // cores is out of reach.
         text += table_row(kGroups[g].name, groups[g],
-                          attends    ? "exponentials, tensor cores"
-                          : computes ? "tensor cores"
-                                     : "memory");
+                          attends && account.on_tensor_cores ? "exponentials, tensor cores"
+                          : !computes                        ? "memory"
+                          : account.on_tensor_cores          ? "tensor cores"
+                                                             : "arithmetic");
         if (moves_rows(g)) rest.add(groups[g]);
     }
     text += concat("| between steps |  |  |  |  |  |  | ", format("%.2f", 1e3 * kBetweenSteps), " | host |\n");
@@ -314,8 +319,8 @@ std::string notes_of(const Account& account) {
         "cores are: a\n"
         "norm computes about one FLOP a byte. A product reads each of its numbers once and uses it hundreds of times, "
         "and\n"
-        "attention keeps its scores on the chip: these wait for the tensor cores.\n";
-    return text;
+        "attention keeps its scores on the chip: these wait for ";
+    return text + (account.on_tensor_cores ? "the tensor cores.\n" : "arithmetic.\n");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
