@@ -94,6 +94,7 @@ step() {
 }
 last_line() { grep . "$work/out" | tail -n 1; }
 first_error() { cat "$work"/*/{bench,profile}.log "$work/out" 2> /dev/null | grep -v '^====' | grep -m 1 -iE 'error|fail|trap|fatal|^train_gpt: ' || last_line; }
+no_torch() { sed -nE 's/.* ([^ ]+ has no torch) .*/(\1)/p' "$work/out"; }
 keep() { for file in "$@"; do [ -e "$file" ] && cp "$file" "$out/"; done; }
 
 gpu=$([ $device = cuda ] && nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2> /dev/null | head -n 1 || echo "the CPU device")
@@ -132,19 +133,20 @@ if wants training; then
         OPPONENTS= RECORD=0 BENCH_SECONDS=110 BENCH_OUT="$work/bench" TRAIN_FLAGS="$train_flags" dev/bench.sh "$build"
 fi
 if wants profile; then
-    step "profile: predicted beside measured" 90 last_line env MODEL="$MODEL" BATCH="$BATCH" SEQ="$SEQ" DTYPE="$DTYPE" \
+    per_step() { grep -m 1 ' ms per step ' "$work/out"; }
+    step "profile: predicted beside measured" 90 per_step env MODEL="$MODEL" BATCH="$BATCH" SEQ="$SEQ" DTYPE="$DTYPE" \
         PROFILE_OUT="$work/profile" TRAIN_FLAGS="$train_flags" dev/profile.sh "$build"
     cat "$work/out"
     keep "$work/profile/profile.md" "$work/profile/profile.png" "$work/profile/account.md"
 fi
 if wants kernels; then
-    limits() { sed -n 's/^- limits, measured: //p; /^Geometric mean/p' "$work/kernels/results.md"; }
+    limits() { sed -n 's/^- limits, measured: //p; /^Geometric mean/p' "$work/kernels/results.md" && no_torch; }
     step "kernels beside PyTorch" 150 limits env PARTS="limits kernels" MODELS="$MODEL" DTYPE="$DTYPE" OPPONENTS=torch RECORD=0 \
         BENCH_SECONDS=140 BENCH_OUT="$work/kernels" LLM_PYTHON="$LLM_PYTHON" dev/bench.sh "$build"
     keep "$work/kernels/results.md" "$work/kernels/kernels.png"
 fi
 if wants torch; then
-    torch_speed() { awk -F '\t' '$1 == "train" { printf "%s %s: %.0f tokens/s  ", $2, $8, $6 }' "$work/torch/results.tsv"; }
+    torch_speed() { awk -F '\t' '$1 == "train" { printf "%s %s: %.0f tokens/s  ", $2, $8, $6 }' "$work/torch/results.tsv" && no_torch; }
     step "training beside PyTorch" 150 torch_speed env PARTS=training MODELS="$MODEL" SEQS="$SEQ" BATCHES="$BATCH" DTYPE="$DTYPE" \
         OPPONENTS=torch PRECISIONS=autocast RECORD=0 BENCH_SECONDS=140 BENCH_OUT="$work/torch" TRAIN_FLAGS="$train_flags" \
         LLM_PYTHON="$LLM_PYTHON" dev/bench.sh "$build"

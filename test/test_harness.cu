@@ -476,6 +476,15 @@ TEST_CASE("make gpu-window: a kernel that hangs and one that traps do not stop t
                                ContainsSubstring(" | kernel tests: FAILED, memcheck: "));
     CHECK_THAT(slurp(folder / "out/log.txt"), ContainsSubstring("FAILED: is wrong (status 1, "));
 
+#ifdef CUDA_ON_CPU
+    // A line of the table says what was measured, and without whom.
+    run_script("gpu_window.sh",
+               concat("WINDOW_STEPS='profile kernels torch' LLM_PYTHON=false WINDOW_OUT=", folder / "out"));
+    CHECK_THAT(slurp(folder / "out/table.md"), ContainsSubstring(" ms per step (mean of ") &&
+                                                   ContainsSubstring(" TFLOP/s (false has no torch)") &&
+                                                   ContainsSubstring(" tokens/s  (false has no torch)"));
+#endif
+
     // Nor does a test leave a program to the next one.
     make_executable(build + "/run_tests", concat(pretend_to_test("leaves"), left_running, " &\n"));
     CHECK(run_shell("test/run_each.sh " + build).status == 0);
