@@ -2,8 +2,8 @@
 //
 // gpt2 has names of its own: vocab_size, n_positions, n_layer, n_head, n_embd, n_inner, layer_norm_epsilon,
 // tie_word_embeddings, initializer_range; activation_function: gelu_new or another name of it, or a feed-forward's;
-// scale_attn_weights true, scale_attn_by_inverse_layer_idx false, and is_causal true. The other model types share most
-// of theirs. x: read; -: ignored; otherwise the table has the only value that is supported.
+// scale_attn_weights true, scale_attn_by_inverse_layer_idx false, is_causal true, and per_layer_config {}. The other
+// model types share most of theirs. x: read; -: ignored; otherwise the table has the only value that is supported.
 //
 //     key                                  llama  mistral  qwen2  qwen3  mfa    deepseek_v2, _v3   in Config
 //     vocab_size, hidden_size                x       x       x      x     x      x                 V, C
@@ -346,6 +346,9 @@ Config load_config(const std::string& preset_or_path) {
     const Config config = known->read(in, type);
     check(in.is_true("is_causal"), path,
           ": is_causal is not true: models in which a token sees those after it are not supported");
+    // Other values of any key for single layers: the whole model's would be taken for them, too.
+    check(member(in.object(), "per_layer_config").empty(), path,
+          ": per_layer_config is not supported: a key has one value for all layers");
     check_config(config);
     return config;
 }

@@ -716,6 +716,14 @@ TEST_CASE("configurations of transformers: what is not supported is said", "[mod
             CHECK_THROWS_WITH(load(golden, "\"use_cache\"", concat("\"is_causal\": ", value, ", \"use_cache\"")),
                               ContainsSubstring("is_causal is not true"));
     CHECK(load("qwen2", "\"use_cache\"", "\"is_causal\": true, \"use_cache\"").L == 2);
+    const auto with_layers = [&](const std::string& golden, const std::string& layers) {
+        return load(golden, "\"use_cache\"", "\"per_layer_config\": " + layers + ", \"use_cache\"");
+    };
+    for (const std::string golden : {"gpt2", "mistral", "deepseek"}) {
+        CHECK_THROWS_WITH(with_layers(golden, R"({"0": {"sliding_window": null}})"),
+                          ContainsSubstring("config.json: per_layer_config is not supported"));
+        for (const char* none : {"{}", "null"}) CHECK(with_layers(golden, none).L == 2);
+    }
     for (const char* zero : {"0", "0.0"})  // as if it were not there
         CHECK(load("deepseek", "\"mscale_all_dim\": 0.8", concat("\"mscale_all_dim\": ", zero))
                   .rope_scaling.mscale_all_dim == 0);
