@@ -226,8 +226,9 @@ Config read_llama_like(const ConfigReader& in, const std::string& type) {
     c.tied = in.boolean("tie_word_embeddings", false);
     c.init_std = in.number("initializer_range", 0.02);
     read_rope(in, c);
-    // Qwen2's biases do not depend on a key. transformers ignores attention_bias and mlp_bias in the other types; here
-    // true is an error, because whoever wrote it expects a different model from the one that would be trained.
+    // Qwen2's biases do not depend on a key. DeepSeek's classes have biases where attention_bias or mlp_bias is true,
+    // which this program has not. The other types' ignore both keys; here true is an error, because whoever wrote it
+    // expects a different model from the one that would be trained.
     const bool attention_bias = in.boolean("attention_bias", false);
     check(!attention_bias || type == "llama" || type == "qwen3", in.path(),
           ": attention_bias is supported for llama and qwen3 only, not for ", type);
