@@ -8,6 +8,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <memory>
+#include <numeric>
+#include <utility>
 
 namespace comm_check {
 
@@ -26,24 +29,34 @@ struct Buffer {
 struct CommMemory {
     Arena arena{"communication"};
     CommMemory(Comm& comm, int64_t n) {
-        const Tensor x = make_tensor(nullptr, DType::f32, {n}), half = make_tensor(nullptr, DType::bf16, {n}),
+        const Tensor x = make_tensor(nullptr, DType::f32, {n}),
                      even = make_tensor(nullptr, DType::f32, {round_up(n, comm.size)}),
                      piece = make_tensor(nullptr, DType::f32, {even.n() / comm.size});
-        const AllReduce chosen = comm.algorithm;
-        for (const AllReduce algorithm : all_reduce_algorithms()) {
-            comm.algorithm = algorithm;
-            comm.count_memory([&] {
-                comm.all_reduce(x, nullptr);
-                comm.all_reduce(half, nullptr);
-            });
-        }
-        comm.algorithm = chosen;
+        for (const AllReduce algorithm : all_reduce_algorithms()) count_all_reduce(comm, n, algorithm);
         comm.count_memory([&] {
             comm.reduce_scatter(piece, even, ReduceOp::sum, nullptr);
             comm.all_to_all(even, even, nullptr);
             comm.reduce(x, x, ReduceOp::sum, comm.size - 1, nullptr);
             comm.reduce(x, x, ReduceOp::sum, 0, nullptr);
         });
+        take(comm);
+    }
+    // For all_reduce by one algorithm alone.
+    CommMemory(Comm& comm, int64_t n, AllReduce algorithm) {
+        count_all_reduce(comm, n, algorithm);
+        take(comm);
+    }
+
+  private:
+    static void count_all_reduce(Comm& comm, int64_t n, AllReduce algorithm) {
+        const AllReduce chosen = std::exchange(comm.algorithm, algorithm);
+        comm.count_memory([&] {
+            for (const DType dtype : {DType::f32, DType::bf16})
+                comm.all_reduce(make_tensor(nullptr, dtype, {n}), nullptr);
+        });
+        comm.algorithm = chosen;
+    }
+    void take(Comm& comm) {
         comm.take_memory(arena);
         arena.reserve();
         comm.take_memory(arena);
@@ -232,17 +245,23 @@ inline void check_all(Comm& comm, const std::vector<int64_t>& sizes, cudaStream_
     int64_t longest = 0;
     for (const int64_t n : sizes) longest = std::max(longest, n > 10000 ? n : n * comm.size);
     const CommMemory memory(comm, longest);
-    for (const AllReduce algorithm : all_reduce_algorithms())
+    std::vector<int> everyone(static_cast<size_t>(comm.size));
+    std::iota(everyone.begin(), everyone.end(), 0);
+    for (const AllReduce algorithm : all_reduce_algorithms()) {
+        // With the memory that this algorithm asks for, and its name where a rank waits for another.
+        const std::unique_ptr<Comm> own = comm.split(everyone, all_reduce_name(algorithm));
+        const CommMemory its_memory(*own, std::ranges::max(sizes), algorithm);
         for (const int64_t n : sizes)
             for (const DType dtype : {DType::f32, DType::bf16, DType::f16, DType::i32}) {
                 if (n > 10000 && dtype != DType::f32 && (dtype != DType::bf16 || algorithm != AllReduce::ring))
                     continue;
-                check_all_reduce(comm, algorithm, n, dtype, ReduceOp::sum, Values::integers, stream);
+                check_all_reduce(*own, algorithm, n, dtype, ReduceOp::sum, Values::integers, stream);
                 if (n > 10000) continue;
-                check_all_reduce(comm, algorithm, n, dtype, ReduceOp::max, Values::integers, stream);
+                check_all_reduce(*own, algorithm, n, dtype, ReduceOp::max, Values::integers, stream);
                 if (dtype != DType::i32)
-                    check_all_reduce(comm, algorithm, n, dtype, ReduceOp::sum, Values::fractions, stream);
+                    check_all_reduce(*own, algorithm, n, dtype, ReduceOp::sum, Values::fractions, stream);
             }
+    }
     for (const int64_t n : sizes)
         for (const DType dtype : {DType::f32, DType::bf16, DType::f16, DType::i32})
             if (n <= 10000) check_others(comm, n, dtype, stream);
