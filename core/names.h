@@ -34,9 +34,14 @@ T choose(const char* flag, const std::string& name, std::initializer_list<Named<
     return find_named(choices, flag, name).value;
 }
 
+// The entry of a value, and its name.
+template <class Table, class T>
+const auto& find_value(const Table& table, const T& value) {
+    for (const auto& entry : table)
+        if (entry.value == value) return entry;
+    fail("value ", static_cast<int>(value), " has no name: its table lacks it");
+}
 template <class Table, class T>
 const char* name_of(const Table& table, const T& value) {
-    for (const auto& entry : table)
-        if (entry.value == value) return entry.name;
-    fail("value ", static_cast<int>(value), " has no name: its table lacks it");
+    return find_value(table, value).name;
 }

@@ -5,10 +5,10 @@
 
 std::string human_count(double n) {
     if (!std::isfinite(n)) return format("%g", n);
-    const char* units[] = {"", "k", "M", "G", "T"};
+    const char* units[] = {"", "k", "M", "G", "T", "P"};
     int unit = 0;
     // 999.5, not 1000: what would be rounded to 1000 takes the next unit.
-    while (std::fabs(n) >= 999.5 && unit < 4) n /= 1000, ++unit;
+    while (std::fabs(n) >= 999.5 && unit < 5) n /= 1000, ++unit;
     return format(std::fabs(n) < 999.5 ? "%.3g%s" : "%.0f%s", n, units[unit]);
 }
 

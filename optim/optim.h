@@ -41,6 +41,7 @@ Schedule begin_schedule(Schedule schedule, int64_t step, int64_t until);
 double learning_rate(const Schedule& schedule, int64_t step);
 void check_schedule(const Schedule& schedule);  // Error for an unknown name, warmup > steps, ...
 std::vector<std::string> schedule_names();
+bool is_stretched(const std::string& schedule);  // linear and cosine: the second rule above
 // Of a field that not all of them read: &Schedule::min_ratio or &Schedule::decay_fraction.
 std::vector<std::string> schedules_that_read(double Schedule::*field);
 

@@ -55,6 +55,8 @@ double position_of(const Schedule& s, int64_t step) {
 
 std::vector<std::string> schedule_names() { return names_of(kTable); }
 
+bool is_stretched(const std::string& schedule) { return entry(schedule).is_stretched; }
+
 std::vector<std::string> schedules_that_read(double Schedule::*field) {
     std::vector<std::string> names;
     for (const Entry& e : kTable)
@@ -99,7 +101,7 @@ Schedule begin_schedule(Schedule s, int64_t step, int64_t until) {
 
 Schedule continue_schedule(Schedule s, int64_t step, int64_t until) {
     check(until > step, "a schedule cannot end at step ", until, ": the run has made ", step, " steps");
-    if (!entry(s.name).is_stretched) {
+    if (!is_stretched(s.name)) {
         s.steps += until - s.last_step();
         if (s.until > 0) s.until = until;
         return s;

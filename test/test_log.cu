@@ -321,7 +321,8 @@ TEST_CASE("numbers as people read them") {
     CHECK(human_count(999'999) == "1M");
     CHECK(human_count(8.03e9) == "8.03G");
     CHECK(human_count(15e12) == "15T");
-    CHECK(human_count(2.5e15) == "2500T");
+    CHECK(human_count(2.5e15) == "2.5P");
+    CHECK(human_count(2.5e18) == "2500P");
     CHECK(human_count(-1500) == "-1.5k");
     CHECK(human_count(NAN).find("nan") != std::string::npos);
     CHECK(human_count(INFINITY) == "inf");

@@ -265,7 +265,7 @@ TEST_CASE("the account of other runs: groups of products, rates of fp8 and of th
         CHECK_THAT(text.substr(head + 1, text.find('\n', head + 1) - head), ContainsSubstring(" | 8.09 | "));
         // 331 FLOPs for a byte are less than the 532 that products of 8 bits take. An A100 has none of them.
         const std::string fp8 = "--model llama-1b --batch 1 --seq 256 --dtype fp8 --device-spec ";
-        CHECK_THAT(account(fp8 + "h100"), ContainsSubstring("at up to 798TFLOP/s, in fp8 1596TFLOP/s, and copies ") &&
+        CHECK_THAT(account(fp8 + "h100"), ContainsSubstring("at up to 798TFLOP/s, in fp8 1.6PFLOP/s, and copies ") &&
                                               ContainsSubstring("| 331 | 1.50 | 2.19 | memory |\n"));
         CHECK_THAT(account(fp8 + "a100"), ContainsSubstring("at up to 257TFLOP/s and copies at 1.84TB/s (") &&
                                               ContainsSubstring("| 331 | 5.82 | 7.93 | tensor cores |\n"));

@@ -132,11 +132,10 @@ bool same_value(const std::string& a, const std::string& b) {
     return numbers ? x == y : a == b;
 }
 
-// The schedules that are stretched in a run that is given other steps, or the others: those have other steps then.
-std::string schedules_in_other_steps(bool are_stretched) {
-    std::vector<std::string> names;
-    for (const std::string& name : schedule_names())
-        if ((continue_schedule({.name = name, .steps = 2}, 1, 3).steps == 2) == are_stretched) names.push_back(name);
+// In a run that is given other steps.
+std::string schedules_that(bool are_stretched) {
+    std::vector<std::string> names = schedule_names();
+    std::erase_if(names, [&](const std::string& name) { return is_stretched(name) != are_stretched; });
     return comma_list(names);
 }
 
@@ -305,8 +304,8 @@ void add_data_options(CommandLine& line, TrainOptions& o) {
                 "sequences of one forward and backward; gradients are accumulated; 0: the whole batch");
     data.option("--seq", o.seq, "tokens per sequence");
     data.option("--steps", o.steps,
-                "updates in the whole run; with --resume the run becomes longer or shorter: " +
-                    schedules_in_other_steps(false) + " go on, and what is left of " + schedules_in_other_steps(true) +
+                "updates in the whole run; with --resume the run becomes longer or shorter: " + schedules_that(false) +
+                    " go on, and what is left of " + schedules_that(true) +
                     " is stretched; or give --schedule, and a new one begins");
     data.option("--seed", o.seed, "of the initial weights, the order of the data, stochastic rounding and the samples");
 }

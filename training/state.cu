@@ -218,9 +218,8 @@ ResumedSchedule resumed_schedule(const TrainOptions& o, const RunState& saved) {
     const Schedule next = continue_schedule(old, step, o.steps);
     std::string change = concat("schedule ", old.name, " to step ", o.steps, " instead of ", was, ": ");
     const double before = learning_rate(old, step), after = learning_rate(next, step + 1);
-    const bool is_stretched = next.steps == old.steps;  // continue_schedule: the others have more steps, or fewer
     if (old.name == "wsd") change += concat("its decay comes in the last ", next.decay_fraction, " of all steps");
-    else if (!is_stretched) change += "it goes on";
+    else if (!is_stretched(old.name)) change += "it goes on";
     else if (step >= was)
         change += "it had come to its end, and the learning rate stays there; for another one give --schedule too";
     else change += concat("what was left of it is stretched over steps ", step + 1, " to ", o.steps);

@@ -208,8 +208,7 @@ void Comm::all_reduce(Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream) 
     if (size == 1) return copy_own(out, inp, stream);
     collective("all_reduce", out.bytes(), stream, [&] {
         if (out.n() == 0) return;
-        if (const auto ours = std::ranges::find(kAlgorithms, algorithm, &Algorithm::value)->all_reduce)
-            return ours(*this, out, inp, op, stream);
+        if (const auto ours = find_value(kAlgorithms, algorithm).all_reduce) return ours(*this, out, inp, op, stream);
         if (!transport_->has_native()) return rank_order_all_reduce(*this, out, inp, op, stream);
         note_native_traffic(2 * share_of(*this, out.bytes()));
         native_reduce(out, inp, op, stream, [&](const Tensor& to, const Tensor& from) {
