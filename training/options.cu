@@ -2,7 +2,7 @@
 //
 // io/command_line.cu reads it; options_check.cu settles what flags mean together. With --resume, the flags that decide
 // the loss curve come from the checkpoint, so that `--out DIR --resume` is enough to continue a run: with the same
-// bits, if the flags of its ranks are given again (kRepeated).
+// bits, if the flags of its ranks are given again (OnResume::repeated).
 #include "io/command_line.h"
 #include "training/training.h"
 
@@ -11,60 +11,39 @@
 
 namespace {
 
-// Options that belong to one call of the program and not to the run.
-const std::set<std::string> kNotSaved = {"--help",
-                                         "--out",
-                                         "--resume",
-                                         "--new-data",
-                                         "--stop-after",
-                                         "--log-every",
-                                         "--plan",
-                                         "--account",
-                                         "--device-spec",
-                                         "--params",
-                                         "--inject-overflow",
-                                         "--ranks",
-                                         "--comm",
-                                         "--all-reduce",
-                                         "--comm-timeout",
-                                         "--ranks-per-node",
-                                         "--trace",
-                                         "--dp-mode",
-                                         "--zero",
-                                         "--bucket-mib",
-                                         "--offload",
-                                         "--tp",
-                                         "--sp",
-                                         "--tp-mode",
-                                         "--tp-depth",
-                                         "--tp-overlap",
-                                         "--cp",
-                                         "--cp-mode",
-                                         "--micro-batches",
-                                         "--draw",
-                                         "--graph",
-                                         "--run-ahead",
-                                         "--tune-matmul",
-                                         "--verbose"};
-// Nor are these saved, except for the second list where --pipeline is asynchronous: gradients are then those of weights
-// some updates ago, and it decides how many.
-const std::set<std::string> kPipelineFlags = {"--pp",    "--pipeline",     "--chunks",        "--stages",
-                                              "--times", "--memory-limit", "--vertical-sync", "--flush-every"};
-const std::set<std::string> kAsynchronousFlags = {"--pp", "--pipeline", "--vertical-sync", "--flush-every"};
-// Saved where the blocks of adam8bit lie in the parts of a matrix that these cut.
-const std::set<std::string> kPartFlags = {"--tp", "--tp-mode", "--tp-depth"};
-// Options of the run that a resumed one may be given anew: they do not touch the loss curve (beyond rounding).
-// Paths may change because the tokens are compared, by their checksum, and --steps by the rule of resumed_schedule().
-const std::set<std::string> kMayChange = {
-    "--val-every",   "--sample",    "--keep",      "--save-every", "--temperature", "--micro-batch", "--recompute",
-    "--head-chunks", "--attention", "--keep-best", "--data",       "--val",         "--tokenizer",   "--steps"};
-// Those that may be given anew together with --steps and --schedule: a new schedule begins.
-const std::set<std::string> kScheduleFlags = {"--schedule", "--lr", "--warmup", "--min-lr-ratio", "--decay-fraction"};
-// Those of kNotSaved that the command which continues the run should have, too, beside kPipelineFlags.
-const std::set<std::string> kRepeated = {"--ranks",   "--comm",    "--all-reduce", "--comm-timeout", "--ranks-per-node",
-                                         "--dp-mode", "--zero",    "--bucket-mib", "--offload",      "--log-every",
-                                         "--tp",      "--sp",      "--tp-mode",    "--tp-depth",     "--tp-overlap",
-                                         "--cp",      "--cp-mode", "--graph",      "--run-ahead",    "--tune-matmul"};
+// What becomes of a flag when a run is resumed.
+enum class OnResume {
+    fixed,          // saved, and must stay: it decides the loss curve
+    may_change,     // saved; another value does not touch the loss curve (beyond rounding)
+    with_schedule,  // saved; another value together with --steps and --schedule, because a new schedule begins
+    repeated,       // not saved: of the ranks; the command that continues the run should have it, too
+    this_call       // not saved: of one call of the program
+};
+// Flags that are not here are fixed. Paths may change because the tokens are compared, by their checksum, and --steps
+// by the rule of resumed_schedule().
+const std::map<OnResume, std::set<std::string>> kOnResume = {
+    {OnResume::may_change,
+     {"--val-every", "--sample", "--keep", "--save-every", "--temperature", "--micro-batch", "--recompute",
+      "--head-chunks", "--attention", "--keep-best", "--data", "--val", "--tokenizer", "--steps"}},
+    {OnResume::with_schedule, {"--schedule", "--lr", "--warmup", "--min-lr-ratio", "--decay-fraction"}},
+    {OnResume::repeated, {"--ranks",     "--comm",         "--all-reduce",    "--comm-timeout", "--ranks-per-node",
+                          "--dp-mode",   "--zero",         "--bucket-mib",    "--offload",      "--tp",
+                          "--sp",        "--tp-mode",      "--tp-depth",      "--tp-overlap",   "--cp",
+                          "--cp-mode",   "--pp",           "--pipeline",      "--chunks",       "--stages",
+                          "--times",     "--memory-limit", "--vertical-sync", "--flush-every",  "--graph",
+                          "--run-ahead", "--tune-matmul",  "--log-every"}},
+    {OnResume::this_call,
+     {"--help", "--out", "--resume", "--new-data", "--stop-after", "--plan", "--account", "--device-spec", "--params",
+      "--inject-overflow", "--trace", "--micro-batches", "--draw", "--verbose"}}};
+OnResume on_resume(const std::string& flag) {
+    for (const auto& [kind, flags] : kOnResume)
+        if (flags.contains(flag)) return kind;
+    return OnResume::fixed;
+}
+// Of those that are repeated some are saved, too: where --pipeline is asynchronous, gradients are those of weights some
+// updates ago, and it decides how many; and the blocks of adam8bit lie in the parts that tensor parallelism cuts.
+constexpr const char* kAsynchronousFlags[] = {"--pp", "--pipeline", "--vertical-sync", "--flush-every"};
+constexpr const char* kPartFlags[] = {"--tp", "--tp-mode", "--tp-depth"};
 
 // What other programs call these flags.
 const std::vector<Synonym> kSynonyms = {
@@ -382,13 +361,14 @@ void adopt_saved_options(CommandLine& line, TrainOptions& o) {
     for (const auto& [flag, value] : saved.options) {
         check(line.knows(flag), o.checkpoint, "/state.json: unknown option ", flag,
               "; was it written by another version?");
-        const bool may_change = kMayChange.count(flag) || (o.new_schedule && kScheduleFlags.count(flag)) ||
+        const OnResume its = on_resume(flag);
+        const bool may_change = its == OnResume::may_change || (o.new_schedule && its == OnResume::with_schedule) ||
                                 (line.given("--new-data") && flag == "--val-fraction");
         const std::string own = line.value_of(flag);
         check(!line.given(flag) || may_change || same_value(own, value), flag, " ", own, " differs from the run in ",
               o.out, ", which has ", value.empty() ? concat("no ", flag) : concat(flag, " ", value), ": ",
-              kScheduleFlags.count(flag) ? "leave the flag out, give a new --schedule with more --steps"
-                                         : "leave the flag out",
+              its == OnResume::with_schedule ? "leave the flag out, give a new --schedule with more --steps"
+                                             : "leave the flag out",
               ", or start a new run with another --out");
         const bool replaced = flag == "--micro-batch" && line.given("--micro-batches");
         if (!line.given(flag) && !value.empty() && !replaced) line.give(flag, value);
@@ -405,15 +385,15 @@ std::string number_text(T value) {
 // What a checkpoint says of the run. Defaults that depend on the optimizer are saved as the numbers they are.
 void set_identity(TrainOptions& options, const CommandLine& line) {
     for (const std::string& flag : line.flags()) {
-        const bool saved = !kNotSaved.count(flag) && !kPipelineFlags.count(flag);
+        const bool saved = on_resume(flag) < OnResume::repeated;
         (saved ? options.identity : options.of_this_call)[flag] = line.value_of(flag);
     }
     if (options.asynchronous) {  // with 2bw gradients are those of the step before, on any number of ranks
-        for (const std::string& flag : kAsynchronousFlags) options.identity[flag] = line.value_of(flag);
+        for (const char* flag : kAsynchronousFlags) options.identity[flag] = line.value_of(flag);
         if (options.pipeline == "2bw") options.identity.erase("--pp");
     }
     if (options.optimizer == "adam8bit")
-        for (const std::string& flag : kPartFlags) options.identity[flag] = line.value_of(flag);
+        for (const char* flag : kPartFlags) options.identity[flag] = line.value_of(flag);
     options.identity["--micro-batch"] = std::to_string(options.micro_batch);
     options.identity["--lr"] = number_text(options.schedule.peak);
     for (const Hyperparameter& h : hyperparameters())
@@ -450,7 +430,7 @@ TrainOptions parse_train_options(int argc, char** argv) {
     set_identity(options, line);
     options.program = argv[0];
     for (const std::string& flag : line.flags()) {
-        if (!line.given(flag) || !(kRepeated.count(flag) || kPipelineFlags.count(flag))) continue;
+        if (!line.given(flag) || on_resume(flag) != OnResume::repeated) continue;
         options.repeated.push_back(flag);
         if (line.value_of(flag) != "true") options.repeated.push_back(line.value_of(flag));  // --sp has no value
     }
