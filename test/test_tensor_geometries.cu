@@ -261,22 +261,25 @@ TEST_CASE("--plan has the published costs of 1D, 2D, 2.5D and 3D", "[program][ra
     CHECK(sent(8) / sent(2) == Approx((7.0 / 8) / (1.0 / 2)).epsilon(0.02));
     CHECK(row("--ranks 8 --tp 8 --micro-batch 8", "1d")[2] == sent(8));
     // Each rank computes its share of the step, attention of long sequences and what is run again, too.
-    const auto after = [](const std::string& words, const std::string& flags) {
-        const std::string plan = printed_by("train_gpt",
-                                            "--plan --model llama-8b --dtype bf16 --batch 16 --seq 8192 "
-                                            "--device-spec h100 " +
-                                                flags);
-        return number_after(plan, words);
+    const auto plan_of = [](const std::string& flags) {
+        return printed_by("train_gpt",
+                          "--plan --model llama-8b --dtype bf16 --batch 16 --seq 8192 --device-spec h100 " + flags);
     };
-    const double whole = after(" tokens, ", "--recompute full");  // TFLOP
+    const auto flops = [&](const std::string& flags) {
+        const std::string its = plan_of("--recompute full " + flags), before = " tokens, ";
+        const char unit = its.at(its.find("FLOP", its.find(before)) - 1);
+        REQUIRE((unit == 'T' || unit == 'P'));
+        return number_after(its, before) * (unit == 'P' ? 1e15 : 1e12);
+    };
+    const double whole = flops("");
     for (const auto& [P, mode] : {std::pair{4, "1d"}, {16, "2d"}, {32, "2.5d --tp-depth 2"}, {64, "3d"}}) {
         INFO(mode);
-        CHECK(after(" tokens, ", concat("--recompute full --ranks ", P, " --tp ", P, " --tp-mode ", mode)) ==
-              Approx(whole / P).epsilon(0.01));
+        CHECK(flops(concat("--ranks ", P, " --tp ", P, " --tp-mode ", mode)) == Approx(whole / P).epsilon(0.01));
     }
-    const std::string products = "the stages' products take ", stages = "--pp 2 --micro-batch 8 --ranks ";
-    CHECK(after(products, stages + "16 --tp 8 --tp-mode 3d") ==
-          Approx(1e3 * after(products, stages + "2") / 8).epsilon(0.02));
+    const auto time = [&](const std::string& flags) {
+        return number_after(plan_of("--pp 2 --micro-batch 8 --ranks " + flags), "the stages' products take ");
+    };
+    CHECK(time("16 --tp 8 --tp-mode 3d") == Approx(1e3 * time("2") / 8).epsilon(0.02));  // in ms, and in s
     // The rows are those of the whole model, also where a rank has a stage of it.
     const std::string plan = "--plan --model tiny --batch 4 --seq 16 --device-spec h100 --tp 2 --ranks ";
     const auto title = ContainsSubstring("that divide each layer, of the whole model, without --pp: what one of them");
