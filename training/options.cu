@@ -283,7 +283,7 @@ void add_data_options(CommandLine& line, TrainOptions& o) {
                 "sequences of one forward and backward; gradients are accumulated; 0: the whole batch");
     data.option("--seq", o.seq, "tokens per sequence");
     data.option("--steps", o.steps,
-                "updates in the whole run; with --resume the run becomes longer or shorter: its schedule goes on\n(" +
+                "updates in the whole run; with --resume the run becomes longer or shorter: its schedule goes on (" +
                     schedules_that(false) + "), or what is left of it is stretched (" + schedules_that(true) +
                     "); or give --schedule, and a new one begins");
     data.option("--seed", o.seed, "of the initial weights, the order of the data, stochastic rounding and the samples");
