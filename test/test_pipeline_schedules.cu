@@ -561,7 +561,9 @@ TEST_CASE("options that no schedule can have: one line, with what to do", "[pipe
         return error_of([&] { make_schedule(o); });
     };
     const auto a_step = [](int n) { return [n](ScheduleOptions& o) { o.per_update = n; }; };
-    CHECK(refusal("2f2b", 4, 8).starts_with("--pipeline 2f2b: use naive, gpipe, 1f1b, interleaved, "));
+    CHECK(refusal("2f2b", 4, 8) ==
+          "--pipeline 2f2b: use naive, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, dualpipe, dualpipe-v, auto, "
+          "pipedream or 2bw");
     CHECK(refusal("1f1b", 4, 0) == "a pipeline with 0 micro-batches: 1 or more");
     CHECK(refusal("gpipe", 4, -1) == "a pipeline with -1 micro-batches: 1 or more");
     CHECK(refusal("1f1b", 0, 8) == "a pipeline of 0 ranks: 1 or more");
