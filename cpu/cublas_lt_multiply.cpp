@@ -173,11 +173,12 @@ class Tile {
 
     void compute() {
         // Scratch: sgemm's, then D's tile, one column, the bias, and with block scales the product of one block. A D in
-        // float32 is formed in its place.
+        // float32 is formed in its place. Elsewhere its columns begin at odd multiples of 64 bytes, which the sets of
+        // the first-level cache share evenly.
         const bool in_place = p.d.type == CUDA_R_32F;
         const auto padded = [](int64_t floats) { return divide_up(floats, 16) * 16; };
-        const int64_t sgemm_floats = padded(sgemm_space(columns, p.k)),
-                      d_floats = in_place ? 0 : padded(rows * columns);
+        const int64_t sgemm_floats = padded(sgemm_space(columns, p.k)), d_ld = padded(rows) | 16,
+                      d_floats = in_place ? 0 : d_ld * columns;
         const int64_t part_floats = p.has_block_scales() ? rows * columns : 0;
         float* const space =
             scratch(size_t(sgemm_floats + d_floats + padded(rows) + padded(std::max(rows, columns)) + part_floats));
@@ -186,7 +187,7 @@ class Tile {
         bias = column_space + padded(rows);
         float* const part = bias + padded(std::max(rows, columns));
         out = in_place ? p.d.float_at(batch, row, column) : d_space;
-        out_ld = in_place ? p.d.column_stride : rows;
+        out_ld = in_place ? p.d.column_stride : d_ld;
 
         if (run.beta != 0.0f) load_c();
         if (p.has_block_scales()) {

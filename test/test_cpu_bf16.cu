@@ -101,21 +101,16 @@ struct Product {
         const auto number = [&](const Matrix& matrix, int64_t row, int64_t column) {
             return *reinterpret_cast<const uint16_t*>(matrix.at(0, row, column));
         };
-        float result = old_d[size_t(j * ld + i)];
-        int64_t panel = 0;
-        do {
-            float sum = 0;
-            for (int64_t first = panel; first < std::min(k, panel + 384); first += 32) {
-                float parts[2] = {};
-                for (int64_t l = first; l < std::min({k, panel + 384, first + 32}); ++l)
-                    parts[l % 2] = multiply_add(number(a, i, l), number(b, l, j), parts[l % 2]);
-                sum = add(sum, add(parts[0], parts[1]));
-            }
-            const float panel_beta = panel == 0 ? beta : 1;
-            result = panel_beta == 0 ? alpha * sum : std::fma(alpha, sum, panel_beta * result);
-            panel += 384;
-        } while (panel < k);
-        return result;
+        const float old = old_d[size_t(j * ld + i)];
+        float sum = alpha == 1 && beta != 0 ? beta * old : 0;
+        for (int64_t first = 0; first < k; first += 32) {
+            float parts[2] = {};
+            for (int64_t l = first; l < std::min(k, first + 32); ++l)
+                parts[l % 2] = multiply_add(number(a, i, l), number(b, l, j), parts[l % 2]);
+            sum = add(sum, add(parts[0], parts[1]));
+        }
+        if (alpha == 1) return sum;
+        return beta == 0 ? alpha * sum : alpha * sum + beta * old;
     }
 
     template <class Multiply>
