@@ -87,8 +87,8 @@ std::string data_parallel_mode(const TrainOptions& o) {
     return o.data_parallel.naive ? "--dp-mode naive" : concat("--zero ", o.data_parallel.zero);
 }
 
-// Gradient compression changes the loss curve, so it is part of the run; but one rank sends nothing,
-// and has nothing to compress.
+// Gradient compression changes the loss curve, so it is part of the run, also of one that is resumed on one rank, which
+// sends nothing, and has nothing to compress.
 void choose_compression(TrainOptions& o, const std::string& name) {
     CompressOptions& c = o.data_parallel.compress;
     c.kind = compression_from_name(name);
@@ -222,6 +222,9 @@ void check_effects(const TrainOptions& o, const TypedFlags& typed) {
     for (const char* flag :
          {"--loss-scale-start", "--loss-scale-interval", "--loss-scale-growth", "--loss-scale-backoff"})
         check_effect(flag, o.loss_scale.dynamic, "on a constant loss scale: use --dtype fp16 --loss-scale dynamic");
+    check_effect(
+        "--compress", o.data_parallel.compress.kind == Compression::none || o.sharding_ranks() > 1,
+        concat("where no ranks divide the batch, so that none sends gradients: start ", 2 * o.tp * o.pp, " ranks"));
     check_effect("--compress-rank", o.data_parallel.compress.kind == Compression::power_sgd,
                  concat("with --compress ", typed.compress, ": use --compress powersgd"));
     const auto check_read = [&](const std::string& flag, const std::vector<std::string>& readers, const std::string& by,
@@ -240,6 +243,7 @@ void check_effects(const TrainOptions& o, const TypedFlags& typed) {
                  "under mpirun, where the machines are known: start threads, with --ranks N");
     check_effect("--cp-mode", o.cp > 1, "without --cp: add --cp 2");
     check_effect("--device-spec", o.plan || o.account, "without --plan or --account, whose device it is: add --plan");
+    check_effect("--trace", !o.plan && !o.account, "with --plan or --account, which make no step: leave that flag out");
     check_effect("--temperature", o.sample_tokens > 0, "without a sample of text: add --sample 100");
     const bool has_buckets =
         o.data_parallel.zero == 0 && !o.data_parallel.naive && o.data_parallel.compress.kind == Compression::none;
