@@ -3,7 +3,7 @@
 
     python3 make_golden.py               writes beside this script: the models' folders, tokenizer/, versions.json
     python3 make_golden.py --out DIR     writes there instead; `diff -r` shows whether anything changed
-    python3 make_golden.py --only NAME   one model's folder (and its line of versions.json) alone; may be repeated
+    python3 make_golden.py --only NAME   one model's folder (and its lines of versions.json) alone; may be repeated
 
 It needs the packages whose versions versions.json names, on the CPU only:
 
@@ -458,17 +458,18 @@ def main():
     noise = {name: make_model(out, name, *MODELS[name]) for name in arguments.only or MODELS}
     for name in noise:
         check_float64(out / name)
-    if arguments.only:                                              # the others' figures stay
-        versions = json.loads((out / "versions.json").read_text()) if (out / "versions.json").exists() else {}
-        known = versions.get("float32_pytorch_against_float64", {}) | noise
-        noise = {name: known[name] for name in MODELS if name in known}
-    else:
+    if not arguments.only:
         make_sharded(out)
         make_tokenizer_golden.make(out / "tokenizer")
 
     versions = dict(date=datetime.date.today().isoformat(), python=platform.python_version(), torch=torch.__version__,
                     transformers=transformers.__version__, safetensors=safetensors.__version__,
-                    tokenizers=make_tokenizer_golden.VERSION, float32_pytorch_against_float64=noise)
+                    tokenizers=make_tokenizer_golden.VERSION)
+    if arguments.only and (out / "versions.json").exists():         # all that it says of the others stays
+        noise = {name: its | dict(made_with=versions) for name, its in noise.items()}
+        versions = json.loads((out / "versions.json").read_text())
+    known = versions.get("float32_pytorch_against_float64", {}) | noise
+    versions["float32_pytorch_against_float64"] = {name: known[name] for name in MODELS if name in known}
     (out / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
     for path in sorted(p for p in out.rglob("*") if p.is_file() and "__pycache__" not in p.parts):
         print(f"{path.stat().st_size:9,d}  {path.relative_to(out)}")
