@@ -246,6 +246,7 @@ TEST_CASE("the smallest and the largest value of a flag are taken, and what lies
         {{"--save-every", "-1"}, "must not be negative"},
         {{"--keep", "-1"}, "must not be negative"},
         {{"--plan", "--params", "-1"}, "--params"},
+        {{"--plan", "--params", "1.1e18"}, "--params 1.1e+18: at most 1e18 parameters can be planned"},
         {{"--plan", "--tp", "100000000"}, "ranks can be planned"},
         {{"--plan", "--tp-mode", "2.5d", "--tp-depth", "100000000"}, "ranks can be planned"},
         {{"--draw", "--pp", "0", "--micro-batches", "2"}, "--pp must be at least 1"},
@@ -264,6 +265,7 @@ TEST_CASE("the smallest and the largest value of a flag are taken, and what lies
     for (const std::string rank : {"1", "16"})
         CHECK(parse({"--ranks", "2", "--compress", "powersgd", "--compress-rank", rank}).data_parallel.compress.rank ==
               std::stoi(rank));
+    CHECK(parse({"--plan", "--params", "1e18"}).plan_parameters == 1e18);
     CHECK(parse({"--beta1", "0"}).optimizer_options.beta1 == 0);
     CHECK(parse({"--seed", "0"}).seed == 0);
     CHECK(parse({"--eot", "2147483647"}).eot == 2147483647);

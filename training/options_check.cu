@@ -167,6 +167,7 @@ void check_options(const TrainOptions& o) {
           "--val-sequences must be positive");
     check(o.plan_parameters >= 0 && (o.plan_parameters == 0 || o.plan),
           "--params N belongs to --plan, and must be positive");
+    check(o.plan_parameters <= 1e18, "--params ", o.plan_parameters, ": at most 1e18 parameters can be planned");
     check(!o.resume || !o.out.empty(), "--resume needs --out DIR, the folder of the run to continue");
     check(!o.new_data || o.resume, "--new-data belongs to --resume: a new run takes any data");
     check_schedule(o.schedule);
