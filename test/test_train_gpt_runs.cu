@@ -125,6 +125,29 @@ TEST_CASE("of several checkpoints that cannot be read the newest is named", "[tr
         ContainsSubstring("step-00000002/state.json") && ContainsSubstring("can be used: repair what this line"));
 }
 
+TEST_CASE("a checkpoint that cannot be read now is not taken for a broken one", "[program][train_gpt]") {
+    const TempFolder folder;
+    const std::string run = folder / "run", kept = folder / "tokenizer.json";
+    REQUIRE(train("--steps 6 --save-every 2 --stop-after 4 --out " + run).status == 0);
+    const std::string newest = newest_checkpoint(run), path = newest + "/tokenizer.json";
+    std::filesystem::rename(path, kept);
+    std::filesystem::create_symlink("/proc/self/mem", path);  // a regular file, and reading its first byte fails
+    const Outcome outcome = run_program("train_gpt", "--resume --out " + run);
+    CHECK(outcome.status == 2);
+    CHECK(line_of(outcome) == "train_gpt: cannot read " + path + ": Input/output error");
+    std::filesystem::rename(kept, path);
+    // Nor where a file cannot be mapped, here for lack of addresses.
+    const std::string optimizer = newest + "/optimizer.safetensors";
+    const auto bytes = std::filesystem::file_size(optimizer);
+    std::filesystem::resize_file(optimizer, uint64_t{1} << 38);
+    const Outcome unmapped = run_program("train_gpt", "--resume --out " + run, "ulimit -S -v 100000000; exec");
+    CHECK(unmapped.status == 2);
+    CHECK(one_line_with(line_of(unmapped), "cannot map " + optimizer, "Cannot allocate memory"));
+    std::filesystem::resize_file(optimizer, bytes);
+    CHECK_THAT(must_succeed(run_program("train_gpt", "--resume --out " + run)),
+               ContainsSubstring("resumed after step 4"));
+}
+
 TEST_CASE("a checkpoint of an earlier version has the schedule that its flags say", "[train_gpt]") {
     TrainOptions o;
     o.typed_schedule = {.peak = 3e-3, .warmup = -1};

@@ -4,7 +4,7 @@
 // A disk or a copy can break a checkpoint long after it was written. Every tensor has a checksum (io/checksum.cu), and
 // so have state.json and config.json; and state.json has one for all tensors of each file, so that a file of another
 // step, which is whole, is found as well. Before a run resumes, all of them are compared: a broken checkpoint is named,
-// and the newest whole one before it takes its place.
+// and the newest whole one before it takes its place. One that cannot be read now is not broken: it ends the program.
 #include "io/json.h"
 #include "io/list_folder.h"
 #include "training/training.h"
@@ -113,27 +113,43 @@ void check_texts(const std::string& folder) {
         if (path.extension() == ".json") read_json_file(path.string());  // tokenizer.json
 }
 
-// What is wrong with a checkpoint; "" if it is whole.
-std::string fault_of(const std::string& folder) {
+// The same for all files, byte by byte.
+void check_whole(const std::string& folder) {
+    check_texts(folder);
+    const Json::Value state = read_json_file(state_path(folder)), &files = member(state, "files");
+    bool has_weights = false, has_states = false;
+    for_each_tensor_file(folder, [&](const std::string& file, const std::string& path) {
+        has_weights |= file.starts_with("model"), has_states |= file.starts_with("optimizer");
+        check_count(folder, file);
+        const SafetensorsReader tensors(path);
+        tensors.verify();
+        const std::string found = checksum_of_tensors(tensors);
+        check(!has(files, file) || found.empty() || required<std::string>(files, file.c_str()) == found, path,
+              " was not saved together with the state.json beside it: one of them is of another step or run");
+    });
+    check(has_weights && has_states, folder, " holds no ", has_weights ? "optimizer" : "model", ".safetensors");
+    for (const std::string& file : files.isObject() ? files.getMemberNames() : std::vector<std::string>())
+        check(is_there(folder + "/" + file), folder, "/", file, " is missing");
+}
+
+// Error where a file that is there cannot be read: the disk has failed, the process has too many files open or may not
+// read it, the host has no memory left. The checkpoint may be whole then.
+void check_readable(const std::string& folder) {
+    std::error_code ignored;
+    for (const std::filesystem::path& path : list_folder(folder)) {
+        if (!std::filesystem::is_regular_file(path, ignored)) continue;
+        if (path.extension() == ".json") read_text_file(path.string());
+        if (path.extension() == ".safetensors") MappedFile(path.string());
+    }
+}
+// What check_it finds wrong with a checkpoint; "" if it is nothing.
+std::string fault_of(const std::string& folder, void (*check_it)(const std::string& folder)) {
+    check_readable(folder);
     try {
-        check_texts(folder);
-        const Json::Value state = read_json_file(state_path(folder)), &files = member(state, "files");
-        bool has_weights = false, has_states = false;
-        for_each_tensor_file(folder, [&](const std::string& file, const std::string& path) {
-            has_weights |= file.starts_with("model"), has_states |= file.starts_with("optimizer");
-            check_count(folder, file);
-            const SafetensorsReader tensors(path);
-            tensors.verify();
-            const std::string found = checksum_of_tensors(tensors);
-            check(!has(files, file) || found.empty() || required<std::string>(files, file.c_str()) == found, path,
-                  " was not saved together with the state.json beside it: one of them is of another step or run");
-        });
-        check(has_weights && has_states, folder, " holds no ", has_weights ? "optimizer" : "model", ".safetensors");
-        for (const std::string& file : files.isObject() ? files.getMemberNames() : std::vector<std::string>())
-            check(is_there(folder + "/" + file), folder, "/", file, " is missing");
+        check_it(folder);
         return "";
-    } catch (const std::exception& error) {
-        return reason_of(error);
+    } catch (const Error& error) {  // not std::bad_alloc
+        return error.what();
     }
 }
 
@@ -237,23 +253,20 @@ std::string readable_checkpoint(const std::string& run) {
     const std::vector<std::string> checkpoints = find_checkpoints(run);
     check(!checkpoints.empty(), "--resume: there is no checkpoint in ", run,
           "/checkpoints: --out is the folder of a run that has saved one, as in --out runs/1 --resume");
-    std::string first_error;
+    std::string first_fault;
     for (const std::string& folder : checkpoints) {
-        try {
-            check_texts(folder);
-            return folder;
-        } catch (const std::exception& error) {
-            if (first_error.empty()) first_error = reason_of(error);
-        }
+        const std::string fault = fault_of(folder, check_texts);
+        if (fault.empty()) return folder;
+        if (first_fault.empty()) first_fault = fault;
     }
-    fail_without_checkpoint(first_error, run);
+    fail_without_checkpoint(first_fault, run);
 }
 
 std::string whole_checkpoint(Comm& world, const std::string& run) {
     if (world.rank != 0) return broadcast_text(world, "");
     std::string fault;  // of the newest
     for (const std::string& folder : find_checkpoints(run)) {
-        const std::string its_fault = fault_of(folder);
+        const std::string its_fault = fault_of(folder, check_whole);
         if (!its_fault.empty()) {
             if (fault.empty()) fault = its_fault;
             continue;
