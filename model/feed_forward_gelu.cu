@@ -44,10 +44,11 @@ void backward(const BlockContext& b, const SubLayerParameters& p, const Slots& s
     block_linear_backward_weight(b, p.linears[kUp], dup, inp);
 }
 
-// GELU is part of the products: one writes up beside its result, the other reads it. Only what is run again is alone.
+// GELU is part of the products: one writes up beside its result, the other reads it. Only what is run again is alone,
+// and GELU beside products in fp8: then up is read once more, and its gradient read and written.
 Elements elements(const Config& c) {
     const double F = static_cast<double>(c.F);
-    return {.forward = F, .backward = F, .again = 2 * F};
+    return {.forward = F, .backward = F, .again = 2 * F, .fp8_forward = F, .fp8_backward = 2 * F};
 }
 
 }  // namespace

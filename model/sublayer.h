@@ -131,9 +131,10 @@ struct BlockContext {
 };
 
 // Elements read and written for one token, each operation by itself, beside the products. again: by what selective
-// recomputation runs again.
+// recomputation runs again. fp8_forward, fp8_backward: so many more where products are in fp8, by operations that
+// products of 16 bits have in them.
 struct Elements {
-    double forward = 0, backward = 0, again = 0;
+    double forward = 0, backward = 0, again = 0, fp8_forward = 0, fp8_backward = 0;
 };
 
 struct SubLayer {

@@ -134,7 +134,9 @@ Elements block_elements(const Config& c) {
     // input and by weight.
     return {.forward = 2 * 4 * C + linears + attention.forward + feed_forward.forward,
             .backward = 2 * 4 * C + 2 * linears + attention.backward + feed_forward.backward,
-            .again = 2 * 2 * C + attention.again + feed_forward.again};
+            .again = 2 * 2 * C + attention.again + feed_forward.again,
+            .fp8_forward = attention.fp8_forward + feed_forward.fp8_forward,
+            .fp8_backward = attention.fp8_backward + feed_forward.fp8_backward};
 }
 
 // The products of a block, and alone the last one of its forward, from F to C columns. (It is not always the last in
@@ -169,20 +171,19 @@ Again computed_again(const Recompute& recompute, int64_t L) {
 // the product reads instead of two. --fp8 current reads both once more, for the largest value. Weights are cast both
 // ways once a step, with --zero 3 at each visit of a block; all but --fp8 block read them once more, for the largest.
 // GELU and the sums that are the biases' gradients, which are part of products of 16 bits, have kernels of their own.
-double fp8_bytes(const Trainer& t, double L, const Linears& linears, const Again& again) {
+double fp8_bytes(const Trainer& t, double L, const Elements& block, const Linears& linears, const Again& again) {
     const Fp8Recipe recipe = t.options.precision.fp8;
     if (recipe == Fp8Recipe::none) return 0;
     const double tokens = static_cast<double>(t.local_batch * t.options.rank_seq()),
                  n_micro = static_cast<double>(t.micro_batches());
     const double largest = recipe == Fp8Recipe::current ? 2 : 0, cast = 3 - 1;
     const double forwards = L * linears.inputs + again.of_blocks(linears.inputs, linears.last_inputs);
-    const double gelu = t.config.feed_forward == "gelu" ? static_cast<double>(t.model.local.F) : 0;
     double biased = 0;  // outputs of layers that have a bias
-    Block block = t.model.blocks[0];
-    for (const Linear* linear : ::linears(block)) biased += static_cast<double>(linear->bias.n());
+    Block first = t.model.blocks[0];
+    for (const Linear* linear : ::linears(first)) biased += static_cast<double>(linear->bias.n());
     const double by_tokens = (largest + cast) * forwards + L * (largest + cast) * linears.outputs +
                              L * cast * (linears.inputs + linears.outputs) +
-                             2 * ((L + again.blocks) * gelu + L * (2 * gelu + biased));
+                             2 * ((L + again.blocks) * block.fp8_forward + L * (block.fp8_backward + biased));
     const double visits = t.model.sharding.shards_weights() ? n_micro * (2 * L + again.blocks) : L;
     const double by_weights =
         visits * (recipe == Fp8Recipe::block ? 4 : 6) * linears.weights -
@@ -241,7 +242,7 @@ StepCost step_cost(Trainer& t, double state_bytes) {
     // micro-batch reads the rows of its tokens, and adds to them.
     const double whole_n = n - (c.tied ? 0 : share * V * C);
     cost.bytes = tokens * elements * value_bytes + n_micro * (2 * whole_n + share * weights_again) * value_bytes +
-                 (3 * n + 2 * (n_micro - 1) * whole_n) * grad_bytes + fp8_bytes(t, L, linears, again) +
+                 (3 * n + 2 * (n_micro - 1) * whole_n) * grad_bytes + fp8_bytes(t, L, block, linears, again) +
                  head_chunk_bytes(t, o.recompute.head_chunks, o.precision.grad_dtype) +
                  (t.model.sharding.host_updates()
                       ? 0

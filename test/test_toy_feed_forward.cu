@@ -9,6 +9,9 @@
 #include "planning/planning.h"
 #include "training/training.h"
 
+#include <fcntl.h>
+#include <unistd.h>
+
 namespace {
 
 template <class T>
@@ -188,4 +191,37 @@ TEST_CASE("it is planned, and takes what is planned", "[model][toy][plan]") {
         trainer.reserve();
         CHECK(trainer.memory.activations.bytes() == planned);
     });
+}
+
+TEST_CASE("what products in fp8 leave to kernels of a feed-forward is planned, whatever its name",
+          "[model][toy][plan]") {
+    if (!has_fp8()) SKIP_TEST("no fp8");
+    SubLayer copy = find_feed_forward("gelu");
+    copy.name = "copy of gelu";
+    feed_forward_table().push_back(&copy);
+    std::vector<std::string> plans;
+    for (const char* name : {"gelu", copy.name}) {
+        const TempFolder folder;
+        Config config = *find_preset("gpt2");
+        config.feed_forward = name;
+        const char* const words[] = {"train_gpt", "--dtype", "fp8", "--device-spec", "h100", "--plan"};
+        const TrainOptions options = parse_train_options(static_cast<int>(std::size(words)), const_cast<char**>(words));
+        std::fflush(stdout);
+        const int own_stdout = dup(STDOUT_FILENO);
+        const int plan = open((folder / "plan").c_str(), O_CREAT | O_WRONLY, 0600);
+        dup2(plan, STDOUT_FILENO);
+        run_ranks(threads(1), [&](Comm& world) {
+            Mesh mesh(world, {{"dp", 1}});
+            Trainer trainer(options, config, mesh);
+            trainer.take_memory();
+            print_time(trainer);
+        });
+        std::fflush(stdout);
+        dup2(own_stdout, STDOUT_FILENO);
+        close(own_stdout), close(plan);
+        plans.push_back(slurp(folder / "plan"));
+    }
+    feed_forward_table().pop_back();
+    CHECK_THAT(plans[0], ContainsSubstring("iB moved"));
+    CHECK(plans[1] == plans[0]);
 }
