@@ -624,7 +624,7 @@ docs:
 	@$(MAKE) DEVICE=cpu debug FILES=dev/reduce.cu PROGRAM=dev/reduce
 	@$(MAKE) DEVICE=cpu debug FILES=layers/cross_entropy.cu
 	@dev/docs.py write
-# Of them doc/flags.md and doc/floors.svg alone, which need no debug build: after a new flag or name.
+# Of them doc/flags.md, doc/floors.svg and doc/pipelines.png alone, which need no debug build: after a new flag or name.
 flags:
 	@$(MAKE) DEVICE=cpu programs
 	@dev/docs.py flags
@@ -688,7 +688,7 @@ help:
 	@echo 'make house-check            no file includes upwards (FLOORS in the Makefile) or lacks a standard header, no function is'
 	@echo '                            longer than a screen'
 	@echo 'make docs                   write what README.md and doc/ quote of the programs'
-	@echo 'make flags                  write doc/flags.md and doc/floors.svg alone, which takes less time'
+	@echo 'make flags                  write doc/flags.md and the pictures of folders and pipelines alone, which takes less time'
 	@echo 'make clean                  remove all that was built'
 	@echo
 	@echo 'DEVICE=cpu|cuda             the device to build for; now $(DEVICE): $(REASON)'

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """dev/docs.py: checks that README.md and doc/ agree with the sources and the programs.
 
-    dev/docs.py write     writes doc/flags.md, doc/floors.svg and what the commands quoted in the pages print   (make docs)
-    dev/docs.py flags     writes doc/flags.md and doc/floors.svg alone: these need ./train_gpt and ./generate   (make flags)
+    dev/docs.py write     writes doc/flags.md, doc/floors.svg, doc/pipelines.png and what the commands quoted in the pages print   (make docs)
+    dev/docs.py flags     writes the first three alone: these need ./train_gpt and ./generate   (make flags)
     dev/docs.py check     says what is wrong; exit status 1 if anything is                      (make test)
 
 The programs are those of build/cpu. What is checked:
@@ -11,6 +11,7 @@ The programs are those of build/cpu. What is checked:
   - README.md has at most 150 lines, links every page of doc/, and its map names every folder of sources
   - doc/flags.md is what ./train_gpt --help and ./generate --help print
   - doc/floors.svg is what dev/floors.py draws of the includes
+  - doc/pipelines.png has the size of what ./train_gpt draws of all schedules: none is missing
 
 dev/readme_commands.py runs the commands of the pages and compares what they print.
 """
@@ -28,8 +29,8 @@ SOURCES = (".cu", ".cuh", ".h", ".cpp", ".py", ".sh", ".md", ".gdb", ".png", ".i
 
 
 def write(page, text):
-    with open(os.path.join(ROOT, page), "w", encoding="utf-8") as file:
-        file.write(text)
+    with open(os.path.join(ROOT, page), "wb") as file:
+        file.write(text if isinstance(text, bytes) else text.encode())
 
 
 def folders_and_files():
@@ -95,6 +96,17 @@ def flags_page(tree):
             f"## ./generate\n\n```text\n{groups('generate')}\n```\n")
 
 
+def pipelines_picture(tree):
+    tree.bash("./train_gpt --pipeline all --pp 4 --micro-batches 8 --draw --out runs/schedules")
+    with open(os.path.join(tree.folder, "runs/schedules/schedule.png"), "rb") as file:
+        return file.read()
+
+
+def check_picture(want):
+    with open(os.path.join(ROOT, "doc/pipelines.png"), "rb") as file:
+        return [] if file.read(24) == want[:24] else ["doc/pipelines.png is not the schedules of now; `make flags` draws it again"]
+
+
 def first_difference(page, want):
     for i, (a, b) in enumerate(zip(read(page).split("\n") + [""], want.split("\n") + [""])):
         if a != b:
@@ -111,6 +123,7 @@ def main():
         if sys.argv[1] != "check":
             write("doc/flags.md", flags_page(tree))
             write("doc/floors.svg", floors.draw())
+            write("doc/pipelines.png", pipelines_picture(tree))
             for page in pages() if sys.argv[1] == "write" else []:
                 write(page, refreshed(page, tree))
         else:
@@ -119,6 +132,7 @@ def main():
                 wrong += missing_names(page, names)
             wrong += check_front_door(folders)
             wrong += first_difference("doc/flags.md", flags_page(tree)) + first_difference("doc/floors.svg", floors.draw())
+            wrong += check_picture(pipelines_picture(tree))
     for line in wrong:
         print(line)
     sys.exit(1 if wrong else 0)
