@@ -69,6 +69,8 @@ double measure_matmul_rate(DType dtype) {
 }
 
 double measure_copy_rate() {
+    // On a CPU from 64 MiB to 64 MiB. With 300 MiB of L3 cache that is 14 to 17 GB/s, as with 2 GiB (14), where the
+    // stores are a kernel's; but memcpy's of more than 114 MiB are others there, which pass the caches by: 28 GB/s.
     const int64_t n = device().is_cpu ? 16 << 20 : 256 << 20;
     Arena arena("copy probe");
     arena.take("probe", DType::f32, {2, n});
