@@ -142,14 +142,17 @@ void check_readable(const std::string& folder) {
         if (path.extension() == ".safetensors") MappedFile(path.string());
     }
 }
+
 // What check_it finds wrong with a checkpoint; "" if it is nothing.
 std::string fault_of(const std::string& folder, void (*check_it)(const std::string& folder)) {
     check_readable(folder);
     try {
         check_it(folder);
         return "";
-    } catch (const Error& error) {  // not std::bad_alloc
-        return error.what();
+    } catch (const std::bad_alloc&) {
+        throw;
+    } catch (const std::exception& error) {
+        return reason_of(error);
     }
 }
 
