@@ -77,7 +77,7 @@ struct Product {
 
     Product(int64_t m_, int64_t n_, int64_t k_, int choice)
         : m(m_), n(n_), k(k_), k_of_a_is_contiguous(choice & 1), k_of_b_is_contiguous(choice & 2), ld(m_ + 3),
-          alpha(choice & 1 ? 0.7f : 1), beta(choice & 2 ? -0.3f : 0) {
+          alpha(choice & 4 ? 0.7f : 1), beta(choice & 2 ? -0.3f : 0) {
         std::mt19937 generator(unsigned(m * 31 + n * 7 + k));
         const auto fill = [&](std::vector<__nv_bfloat16>& numbers, Matrix& matrix, int64_t lines, bool contiguous) {
             const int64_t length = (contiguous ? k : lines) + 5;
@@ -95,6 +95,7 @@ struct Product {
         b = b.transposed();
         old_d.resize(size_t(n * ld));
         for (float& x : old_d) x = float(generator() % 1000) - 500;
+        for (int64_t j = 0; beta == 0 && j < n; ++j) std::fill_n(&old_d[size_t(j * ld)], m, NAN);
     }
 
     float sum_in_order_of_tiles(int64_t i, int64_t j) const {
@@ -129,7 +130,7 @@ void for_each_product(F f) {
     const int64_t sizes[][3] = {{1, 1, 1},    {16, 17, 32},   {33, 5, 385}, {17, 33, 63},
                                 {50, 16, 70}, {195, 40, 416}, {33, 50, 70}, {33, 50, 0}};
     for (const auto& [m, n, k] : sizes)
-        for (int choice = 0; choice < 4; ++choice) {
+        for (int choice = 0; choice < 8; ++choice) {
             INFO("m n k " << m << " " << n << " " << k << "  choice " << choice);
             f(Product(m, n, k, choice));
         }
