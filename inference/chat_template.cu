@@ -6,6 +6,7 @@
 // transformers makes of the models' own descriptions is in test/golden/chat.json, and each form is compared with it.
 #include "inference/inference.h"
 #include "io/json.h"
+#include "io/list_folder.h"
 
 #include <algorithm>
 #include <string_view>
@@ -244,7 +245,7 @@ const ChatTemplate kTemplates[] = {{"chatml", chatml, "<|im_end|>"},
 // The description in a folder, or "".
 std::string description_in(const std::string& folder) {
     const std::string jinja = folder + "/chat_template.jinja", config = folder + "/tokenizer_config.json";
-    if (is_there(jinja)) return read_text_file(jinja);
+    if (is_there(jinja)) return read_regular_file(jinja);
     if (!is_there(config)) return "";
     const Json::Value file = read_json_file(config);
     // A text, or a list of several with names, of which "default" is for conversations.

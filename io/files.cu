@@ -155,9 +155,11 @@ void AtomicFile::commit() {
     sync_folder(folder_of(path_));
 }
 
-std::string read_text_file(const std::string& path) {
+namespace {
+
+std::string read_text(const std::string& path, bool regular) {
     struct stat status;
-    const int fd = open_to_read(path, false, status);
+    const int fd = open_to_read(path, regular, status);
     std::string text;
     std::vector<char> buffer(buffer_bytes);
     ssize_t got_bytes;
@@ -168,6 +170,11 @@ std::string read_text_file(const std::string& path) {
     check(got_bytes == 0, "cannot read ", path, ": ", reason(error));
     return text;
 }
+
+}  // namespace
+
+std::string read_text_file(const std::string& path) { return read_text(path, false); }
+std::string read_regular_file(const std::string& path) { return read_text(path, true); }
 
 void write_text_file(const std::string& path, std::string_view text) {
     AtomicFile file(path);

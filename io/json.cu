@@ -6,6 +6,7 @@
 // to read. JsonCpp's writer sorts the keys of an object, writes 0.1 as 0.10000000000000001, and all but ASCII as \uXXXX
 // or, with emitUTF8, also bytes that are not UTF-8 as they are: we write without it.
 #include "io/json.h"
+#include "io/list_folder.h"
 
 #include <json/reader.h>
 
@@ -165,7 +166,7 @@ Json::Value parse_json(std::string_view text, const std::string& name, int max_d
     fail(name, ": not valid JSON at line ", line, ", column ", column, ": ", one_line(what));
 }
 
-Json::Value read_json_file(const std::string& path) { return parse_json(read_text_file(path), path); }
+Json::Value read_json_file(const std::string& path) { return parse_json(read_regular_file(path), path); }
 
 const Json::Value& member(const Json::Value& value, std::string_view key) {
     const Json::Value* found = value.isObject() ? value.find(key.data(), key.data() + key.size()) : nullptr;

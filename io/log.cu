@@ -93,7 +93,7 @@ LogRow parse_row(std::string_view line, const std::string& place) {
 // Calls visit(row, line with its newline) for every whole row of a log.
 template <class Visit>
 void for_each_row(const std::string& path, Visit&& visit) {
-    const std::string text = read_text_file(path);
+    const std::string text = read_regular_file(path);
     const std::string header = csv_header();
     size_t begin = 0;
     for (int64_t number = 1; begin < text.size(); number++) {

@@ -17,6 +17,7 @@
 #include <set>
 
 #include "io/json.h"
+#include "io/list_folder.h"
 
 static_assert(std::endian::native == std::endian::little, "safetensors data are little-endian");
 
@@ -259,7 +260,8 @@ SafetensorsView SafetensorsReader::map_file(const std::string& path) {
 }
 
 void SafetensorsReader::add_shards(const std::string& index_path) {
-    const std::map<std::string, std::string> shard_of = parse_safetensors_index(read_text_file(index_path), index_path);
+    const std::map<std::string, std::string> shard_of =
+        parse_safetensors_index(read_regular_file(index_path), index_path);
     const std::filesystem::path folder = std::filesystem::path(index_path).parent_path();
     std::map<std::string, SafetensorsView> shards;
     for (const auto& [name, file] : shard_of) {

@@ -44,6 +44,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
 #include <limits>
 
 namespace {
@@ -335,7 +336,8 @@ Config load_config(const std::string& preset_or_path) {
         fail("no model '", preset_or_path, "': use one of ", comma_list(preset_names()),
              ", or the path of a config.json or of its folder (there is no file ", preset_or_path, ", and no folder ",
              preset_or_path, " with a config.json; models are not downloaded)");
-    const ConfigReader in(path, read_json_file(path));
+    const bool may_be_pipe = std::filesystem::path(path).filename() != "config.json";  // as in --model <(...)
+    const ConfigReader in(path, may_be_pipe ? parse_json(read_text_file(path), path) : read_json_file(path));
     check(in.object().isObject(), path, ": expected a JSON object");
     const std::string type = in.text("model_type", "");
     const auto known = std::ranges::find_if(kModelTypes, [&](const auto& its) { return its.name == type; });

@@ -691,16 +691,54 @@ TEST_CASE("a checkpoint that is removed while it is read gives way to a newer on
     const std::string next = folder / "run/checkpoints/step-00000005";
     for (const std::string& models : {std::string("--model "), "--model " + trained_run() + " --draft "}) {
         std::filesystem::copy(newest_checkpoint(folder / "run"), next);
-        // generate opens its config.json, and waits for what is in it.
-        const std::string start =
-            concat(program_path("generate"), " --prompt 'Line 1' --tokens 5 ", models, folder / "run");
-        const Outcome outcome =
-            run_shell(concat("cd ", next, " && rm config.json && mkfifo config.json && { timeout 60 ", start,
-                             " & } && exec 3> config.json && rm -r ", next, " && exec 3>&- && wait $!"));
+        spit(folder / "request", "{\"prompt\":\"Line 1\",\"tokens\":5}\n");
+        // With config.json read, and the weights not, generate opens `in`, and then waits for a reader of `out`.
+        const std::string start = concat(program_path("generate"), " --batch in --out out ", models, folder / "run");
+        const Outcome outcome = run_shell(
+            concat("cd ", folder.path, " && rm -f in out && mkfifo in out && { timeout 60 ", start,
+                   " >&2 & } && exec 3> in && rm -r ", next, " && mv request in && exec 4< out && wait $! && cat <&4"));
         INFO(models << outcome.err);
-        CHECK(outcome.status == 0);
-        CHECK(outcome.out == generate("--prompt 'Line 1' --tokens 5").out);
+        REQUIRE(outcome.status == 0);
+        const std::string ids = generate("--prompt 'Line 1' --tokens 5 --ids").out;
+        CHECK_THAT(outcome.out, ContainsSubstring("\"ids\":[" + ids.substr(0, ids.find('\n')) + "]"));
     }
+}
+
+TEST_CASE("a pipe in the place of a file of a run is refused, and not waited for", "[generate][program]") {
+    const TempFolder folder;
+    const std::string run = folder / "run", asks = "--prompt a --tokens 2 --model " + run,
+                      begins = "--sample 0 --init " + run, resumes = "--resume --out " + run;
+    const struct {
+        std::string file, program, arguments;
+    } cases[] = {{"config.json", "generate", asks},
+                 {"config.json", "train_gpt", begins},
+                 {"config.json", "train_gpt", resumes},
+                 {"state.json", "train_gpt", resumes},
+                 {"chat_template.jinja", "train_gpt", begins},
+                 {"../../lock", "train_gpt", resumes},
+                 {"../../log.csv", "train_gpt", resumes}};
+    for (const auto& [file, program, arguments] : cases) {
+        std::filesystem::copy(trained_run(), run, std::filesystem::copy_options::recursive);
+        const std::string pipe = newest_checkpoint(run) + "/" + file;
+        std::filesystem::remove(pipe);
+        REQUIRE(::mkfifo(pipe.c_str(), 0600) == 0);
+        const Outcome outcome = run_program(program, arguments, "timeout -s KILL 20");
+        INFO(file << " " << arguments << " " << outcome.err);
+        CHECK(outcome.status == 2);
+        CHECK_THAT(outcome.err, ContainsSubstring(std::filesystem::path(file).filename().string()) &&
+                                    ContainsSubstring(" is not a regular file"));
+        std::filesystem::remove_all(run);
+    }
+}
+
+TEST_CASE("a model's config.json and a text may come through a pipe", "[generate][program]") {
+    const std::string path = newest_checkpoint(trained_run()) + "/config.json";
+    const Outcome plan = run_shell(concat("cat ", path, " | ", program_path("train_gpt"),
+                                          " --plan --device-spec h200 --batch 1 --seq 16 --model /dev/stdin"));
+    CHECK(plan.status == 0);
+    const Outcome eval = run_shell(concat("echo some text | OMP_NUM_THREADS=1 ", program_path("generate"), " --model ",
+                                          trained_run(), " --eval /dev/stdin"));
+    CHECK_THAT(eval.out, ContainsSubstring("of 9 tokens"));
 }
 
 // Its name is too long to open it, and short enough to find it in its folder.

@@ -99,7 +99,7 @@ std::string make_generation_config(const ModelFiles& model) {
 }
 
 void copy_file(ModelFiles& model, const std::string& folder, const std::string& name) {
-    if (is_there(folder + "/" + name)) model.files[name] = read_text_file(folder + "/" + name);
+    if (is_there(folder + "/" + name)) model.files[name] = read_regular_file(folder + "/" + name);
 }
 
 void copy_tokenizer(ModelFiles& model, const std::string& folder) {
@@ -133,7 +133,7 @@ ModelFiles collect_model_files(const TrainOptions& o, const Config& config, cons
     const bool is_bytes = found.path.empty() && data.is_text;
     // With other tokens than its own, the model's ids and settings mean nothing.
     const bool has_other = is_bytes || (!found.path.empty() && found.path != own && is_there(own) &&
-                                        read_text_file(own) != read_text_file(found.path));
+                                        read_regular_file(own) != read_regular_file(found.path));
     if (!folder.empty() && !has_other) {
         copy_file(model, folder, kGenerationFile);
         model.token_ids = read_token_ids(o);
@@ -145,7 +145,7 @@ ModelFiles collect_model_files(const TrainOptions& o, const Config& config, cons
         const std::string from = found.path.empty() ? folder : folder_of(found.path);
         if (!from.empty()) copy_tokenizer(model, from);
     } else {  // a file with a name of its own: those beside it belong to others
-        model.files["tokenizer.json"] = read_text_file(found.path);
+        model.files["tokenizer.json"] = read_regular_file(found.path);
     }
     if (model.files.count("tokenizer.json") && found.fault.empty())
         model.files.try_emplace("tokenizer_config.json", make_tokenizer_config(*found.tokenizer, model, config));

@@ -80,7 +80,11 @@ std::string make_fresh_folder() {
 }  // namespace
 
 void check_not_written(const std::string& run) {
-    const int fd = ::open((run + "/lock").c_str(), O_RDONLY | O_CLOEXEC);
+    const std::string path = run + "/lock";
+    std::error_code ignored;
+    // open() of a pipe would wait for its writer.
+    check(!fs::is_fifo(path, ignored), "the lock ", path, " is not a regular file, but a pipe: remove it");
+    const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
     if (fd < 0) return;
     // All ranks ask at once: a shared lock is refused by the writer's, and by none of theirs.
     const bool is_held = ::flock(fd, LOCK_SH | LOCK_NB) != 0 && errno == EWOULDBLOCK;
@@ -94,7 +98,7 @@ std::string lock_text(const std::string& run) {
     const std::vector<fs::path> entries = fs::is_directory(run) ? list_folder(run) : std::vector<fs::path>();
     const bool found =
         std::any_of(entries.begin(), entries.end(), [](const fs::path& path) { return path.filename() == "lock"; });
-    return found ? read_text_file(run + "/lock") : "";
+    return found ? read_regular_file(run + "/lock") : "";
 }
 
 RunFolder::MadeFolders::~MadeFolders() {

@@ -61,7 +61,7 @@ std::string checksum_of(Json::Value state) {
     return checksum_text(checksum(text.data(), text.size()));
 }
 std::string checksum_of_config(const std::string& checkpoint) {
-    const std::string text = read_text_file(checkpoint + "/config.json");
+    const std::string text = read_regular_file(checkpoint + "/config.json");
     return checksum_text(checksum(text.data(), text.size()));
 }
 

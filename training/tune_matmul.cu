@@ -17,6 +17,7 @@
 // The rehearsal is a step without an update: forward and backward of the first batch. Its results are overwritten when
 // the first step begins.
 #include "io/io.h"
+#include "io/list_folder.h"
 #include "layers/hopper_matmul.h"
 #include "training/training.h"
 
@@ -62,7 +63,7 @@ bool is_tuned(const TrainOptions& o) { return o.tune_matmul == "on" || (o.tune_m
 void read_choices(const std::string& path, bool times) {
     if (path.empty()) return;
     try {
-        if (is_there(path)) set_matmul_choices(choices_in_matmul_file(read_text_file(path)));
+        if (is_there(path)) set_matmul_choices(choices_in_matmul_file(read_regular_file(path)));
     } catch (const Error& error) {
         std::fprintf(stderr, "%s is ignored, and %s: %s\n", path.c_str(),
                      times ? "will be written anew" : "written anew by the next run that times products", error.what());
