@@ -331,13 +331,14 @@ const struct {
 Config load_config(const std::string& preset_or_path) {
     if (const Config* preset = find_preset(preset_or_path)) return *preset;
     std::string path = preset_or_path;
-    if (is_folder(path)) path += "/config.json";
+    const auto is_config_json = [&] { return std::filesystem::path(path).filename() == "config.json"; };
+    if (!is_config_json() && is_folder(path)) path += "/config.json";
     if (!is_there(path))
         fail("no model '", preset_or_path, "': use one of ", comma_list(preset_names()),
              ", or the path of a config.json or of its folder (there is no file ", preset_or_path, ", and no folder ",
              preset_or_path, " with a config.json; models are not downloaded)");
-    const bool may_be_pipe = std::filesystem::path(path).filename() != "config.json";  // as in --model <(...)
-    const ConfigReader in(path, may_be_pipe ? parse_json(read_text_file(path), path) : read_json_file(path));
+    // A file of another name may be a pipe, as in --model <(...).
+    const ConfigReader in(path, is_config_json() ? read_json_file(path) : parse_json(read_text_file(path), path));
     check(in.object().isObject(), path, ": expected a JSON object");
     const std::string type = in.text("model_type", "");
     const auto known = std::ranges::find_if(kModelTypes, [&](const auto& its) { return its.name == type; });

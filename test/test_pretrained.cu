@@ -203,6 +203,8 @@ TEST_CASE("an unknown model says what was looked for", "[program][pretrained]") 
     CHECK(one_line_with(line_of(train_8("--init " + empty)), "neither a config.json", "nor a checkpoint in " + empty));
     CHECK(one_line_with(line_of(train_8("--model gpt7")), "no model 'gpt7': use one of tiny, gpt2",
                         "no file gpt7, and no folder gpt7 with a config.json", "not downloaded"));
+    std::filesystem::create_directories(empty + "/config.json");
+    CHECK(one_line_with(line_of(train_8("--init " + empty)), "cannot read " + empty + "/config.json: it is a folder"));
 }
 
 // What Hugging Face's libraries make of checkpoints: of each family with bytes as tokens, and with the golden
