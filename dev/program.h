@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <filesystem>
 #include <vector>
 
 namespace {
@@ -28,8 +27,8 @@ int run_program(const char* name, F&& run) {
 template <class F>
 int run_program(const char* name, CommandLine& line, int argc, char** argv, F&& run) {
     return run_program(name, [&] {
-        const std::string path = std::filesystem::proximate(argv[0]).string(), example = line.flags().at(1) + " VALUE";
-        line.parse({path.c_str(), {}, example.c_str()}, argc, argv, [] {});
+        const std::string example = line.flags().at(1) + " VALUE";
+        line.parse({argv[0], {}, example.c_str()}, argc, argv, [] {});
         run();
     });
 }

@@ -117,6 +117,11 @@ int64_t parse_count(const std::string& flag, const std::string& text, int64_t le
 // ---------------------------------------------------------------------------------------------------------------------
 // The command line
 
+std::string where_flags_are(const ProgramWords& program) {
+    const bool is_path = std::string_view(program.name).find('/') != std::string_view::npos;
+    return concat(" (", is_path ? "" : "./", program.name, " --help lists the flags)");
+}
+
 CommandLine::CommandLine(const std::string& description) : impl_(std::make_unique<Impl>(description)) {}
 CommandLine::~CommandLine() = default;
 
@@ -129,7 +134,7 @@ void CommandLine::words(const std::string& name, std::vector<std::string>& words
 void CommandLine::parse(const ProgramWords& program, int argc, char** argv, const std::function<void()>& settle) {
     CLI::App& app = impl_->app;
     impl_->words.assign(argv + 1, argv + argc);
-    const std::string help = concat(" (./", program.name, " --help lists the flags)");
+    const std::string help = where_flags_are(program);
     if (impl_->others) app.name(concat(argv[0], ' ', impl_->name_of_others));  // in --help
     app.allow_extras();  // explain_unknown says more of them than CLI11
     std::vector<std::string> shown;

@@ -60,3 +60,6 @@ struct Heading {
 
 // A number that counts something, as `count` above takes it; for one that is a part of a flag's value.
 int64_t parse_count(const std::string& flag, const std::string& text, int64_t least = 1);
+
+// Behind an error of the command line: " (./train_gpt --help lists the flags)". A name that is a path stays as it is.
+std::string where_flags_are(const ProgramWords& program);

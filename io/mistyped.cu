@@ -4,7 +4,7 @@
 // distance of two words is the least number of changes that make one from the other: a letter is inserted, removed or
 // replaced, or two neighbours are exchanged, which then stay as they are. (Damerau 1964; the table: Wagner & Fischer
 // 1974)
-#include "io/io.h"
+#include "io/command_line.h"
 
 #include <algorithm>
 #include <cctype>
@@ -79,7 +79,7 @@ size_t edit_distance(const std::string& a, const std::string& b) {
 
 std::string explain_unknown(const ProgramWords& program, const std::vector<std::string>& flags,
                             const std::vector<std::string>& words, const std::string& unknown) {
-    const std::string help = concat(" (./", program.name, " --help lists the flags)"), name = bare_name(unknown);
+    const std::string help = where_flags_are(program), name = bare_name(unknown);
     if (begins_with_dash(unknown)) {
         std::string meant;
         const std::vector<std::string> nearest = nearest_flags(name, flags, program.synonyms);

@@ -174,6 +174,12 @@ TEST_CASE("a value with line ends in it is refused in one line", "[mistyped]") {
     CHECK(error_of([] { parse({"--dtype", "fp32\nbf16"}); }) == "--dtype fp32\\nbf16: use fp32, bf16, fp16 or fp8");
 }
 
+TEST_CASE("a program is named by its path, or as one of this folder", "[mistyped]") {
+    for (const auto& [name, command] : {std::pair("train_gpt", "./train_gpt"), {"/build/dev/gelu", "/build/dev/gelu"}})
+        CHECK(explain_unknown({name, {}, ""}, {}, {}, "--no") ==
+              concat("unknown flag --no (", command, " --help lists the flags)"));
+}
+
 TEST_CASE("flags that say the same twice are no mistake", "[mistyped]") {
     CHECK(parse({"--init", "test/golden/gpt2"}).model == "");  // the weights bring their own
     CHECK(parse({"--init", "test/golden/gpt2", "--model", "test/golden/gpt2"}).model == "test/golden/gpt2");
