@@ -181,7 +181,8 @@ class BatchRun {
     BatchCount run() {
         files_.begun = true;
         std::string text;
-        for (int64_t number = 1; next_line(text); ++number) {
+        int64_t number = 1;
+        for (; next_line(text); ++number) {
             if (text.find_first_not_of(" \t\r") == std::string::npos) continue;
             submit(text, number);
             // Enough wait that a step is always full; the rest of the file need not be in memory.
@@ -190,17 +191,25 @@ class BatchRun {
         while (step()) {
         }
         sync_answers();
+        check(!is_too_long(text), "--batch ", options_.batch, ", line ", number, ": it has more than ",
+              options_.server.max_body, " bytes (--max-body); the lines before it are answered: shorten it, and run ",
+              "it again, which computes what is missing");
         check(!files_.in.bad(), "--batch ", options_.batch,
               ": it could not be read to the end; what was read of it is answered: check the disk, and run it again");
         return count_;
     }
 
   private:
+    bool is_too_long(const std::string& text) const { return std::ssize(text) > options_.server.max_body; }
+
+    // False at the end, and at a line that is too long: of that, `text` is one byte more than a line may have.
     // As long as a pipe has no further request, those that have come are answered: who writes them may wait for that.
     bool next_line(std::string& text) {
         while (files_.in.rdbuf()->in_avail() <= 0 && step()) {
         }
-        return static_cast<bool>(std::getline(files_.in, text));
+        text.clear();
+        for (char c; !is_too_long(text) && files_.in.get(c) && c != '\n';) text += c;
+        return !is_too_long(text) && (files_.in || !text.empty());
     }
 
     bool step() {

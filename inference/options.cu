@@ -136,7 +136,7 @@ void add_server_options(CommandLine& line, GenerateOptions& o) {
     server.option("--port", s.port, "port to listen on; 0: one that is free");
     server.option("--api-key", s.api_key, "clients must send it; default: none is asked for");
     server.option("--max-waiting", s.max_waiting, "requests that may wait; further ones are refused (429)");
-    server.option("--max-body", s.max_body, "bytes that a request may have");
+    server.option("--max-body", s.max_body, "bytes that a request may have, also as a line of --batch");
     server.option("--client-timeout", s.client_timeout,
                   "seconds that a client may take to send a request, or to take what was sent of the answer");
     server.option("--request-timeout", s.request_timeout, "seconds after which an answer is given up");
@@ -149,12 +149,13 @@ std::vector<std::string> flags_of_drawing() {
     return flags;
 }
 
-constexpr const char* kOfServer[] = {"--host",     "--port",           "--api-key",        "--max-waiting",
-                                     "--max-body", "--client-timeout", "--request-timeout"};
+constexpr const char* kOfServer[] = {"--host",        "--port",           "--api-key",
+                                     "--max-waiting", "--client-timeout", "--request-timeout"};
 
 // A flag that does nothing would be believed to do something.
 void check_effects(const GenerateOptions& o, const CommandLine& line) {
     for (const char* flag : kOfServer) check(o.serve || o.plan || !line.given(flag), flag, " is for --serve");
+    check(o.serve || o.plan || !o.batch.empty() || !line.given("--max-body"), "--max-body is for --serve and --batch");
     std::vector<std::string> of_answers = flags_of_drawing();
     of_answers.insert(of_answers.end(), {"--tokens", "--samples", "--beams", "--ignore-eos", "--show-special-tokens"});
     for (const std::string& flag : of_answers)

@@ -244,6 +244,23 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
     CHECK(generate("--beams 2 --batch " + in + " --out " + (folder / "ends_of_beams")).status == 0);
 }
 
+TEST_CASE("a line of --batch that is too long ends it, with the lines before it answered", "[generate][program]") {
+    const TempFolder folder;
+    const std::string request = "{\"prompt\":\"a\",\"tokens\":2}", out = folder / "out";
+    spit(folder / "in", request + "\n{\"tokens\":2,\"prompt\":\"" + std::string(50, 'x') + "\"}\n" + request);
+    const auto answer = [&](size_t most) {
+        return generate(concat("--max-body ", most, " --batch ", folder / "in --out ", out));
+    };
+    const std::string error = line_of(answer(request.size()));
+    CHECK_THAT(error,
+               ContainsSubstring(concat("in, line 2: it has more than ", request.size(), " bytes (--max-body)")));
+    CHECK(lines_of(out).size() == 1);
+    CHECK(answer(100).status == 0);
+    CHECK(lines_of(out).size() == 3);
+    const Outcome endless = generate("--batch /dev/zero --out " + folder / "other", "timeout 20");
+    CHECK_THAT(line_of(endless), ContainsSubstring("/dev/zero, line 1: it has more than 4194304 bytes"));
+}
+
 TEST_CASE("flags that change no text change what they say", "[generate][program]") {
     const TempFolder folder;
     const std::string prompt = "{\"prompt\": \"" + std::string(40, 'x') + "\", \"tokens\": ";
