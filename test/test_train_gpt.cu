@@ -723,6 +723,18 @@ TEST_CASE("half of a tokenizer.json is no whole checkpoint", "[program][train_gp
     CHECK_THAT(outcome.out, ContainsSubstring("resumed after step 2"));
 }
 
+TEST_CASE("a checkpoint of more than 1 GiB is named before it is read", "[program][train_gpt]") {
+    const TempFolder folder;
+    const std::string run = folder / "run", resume = "--resume --stop-after 5 --out " + run;
+    REQUIRE(train("--steps 6 --save-every 2 --stop-after 4 --out " + run).status == 0);
+    const std::string newest = newest_checkpoint(run);
+    std::filesystem::resize_file(newest + "/optimizer.safetensors", int64_t{1} << 30);  // a hole, which takes no room
+    const Outcome outcome = run_program("train_gpt", resume);
+    CHECK(outcome.status == 0);
+    CHECK_THAT(outcome.out, ContainsSubstring("resume   reads 1.00 GiB of " + newest + ", to compare"));
+    CHECK(count(outcome.out, "resume   reads") == 1);  // the one before it is small
+}
+
 TEST_CASE("a checkpoint without one of its files is not whole", "[program][train_gpt]") {
     const TempFolder folder;
     for (const std::string file : {"model.safetensors", "optimizer.safetensors", "config.json"}) {

@@ -113,9 +113,23 @@ void check_texts(const std::string& folder) {
         if (path.extension() == ".json") read_json_file(path.string());  // tokenizer.json
 }
 
+// Says what is going to be read, where that takes seconds.
+void announce_reading(const std::string& folder) {
+    double bytes = 0;
+    for_each_tensor_file(folder, [&](const std::string&, const std::string& path) {
+        std::error_code error;
+        const auto its_bytes = static_cast<double>(std::filesystem::file_size(path, error));
+        if (!error) bytes += its_bytes;
+    });
+    if (bytes < 0x1p30) return;
+    std::printf("resume   reads %s of %s, to compare their checksums\n", human_bytes(bytes).c_str(), folder.c_str());
+    std::fflush(stdout);
+}
+
 // The same for all files, byte by byte.
 void check_whole(const std::string& folder) {
     check_texts(folder);
+    announce_reading(folder);
     const Json::Value state = read_json_file(state_path(folder)), &files = member(state, "files");
     bool has_weights = false, has_states = false;
     for_each_tensor_file(folder, [&](const std::string& file, const std::string& path) {
