@@ -6,7 +6,6 @@
 // transformers makes of the models' own descriptions is in test/golden/chat.json, and each form is compared with it.
 #include "inference/inference.h"
 #include "io/json.h"
-#include "io/list_folder.h"
 
 #include <algorithm>
 #include <string_view>

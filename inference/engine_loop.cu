@@ -210,6 +210,7 @@ namespace {
 EngineView::Row row_of(const Request& request, const PagedCache& cache) {
     EngineView::Row row{.id = request.id,
                         .prompt_tokens = std::ssize(request.prompt),
+                        .answer_tokens = request.ended_tokens,
                         .max_tokens = request.max_tokens,
                         .n = request.n};
     bool swapped = false, waits = true;

@@ -392,6 +392,7 @@ struct Request {
     // are finished. Before a step there are 1 to n. Whoever draws a token adds it to tokens: the scheduler changes only
     // cached, computed_n and draft.
     std::vector<std::unique_ptr<Sequence>> sequences;
+    int64_t ended_tokens = 0;  // of answers that have ended; without beams
 };
 
 // Rows [first, first + n) of a sequence (tokens, then draft), computed in the next step. The last n_logits of them want

@@ -137,6 +137,7 @@ void Scheduler::drop(Request& r, const Sequence& sequence) {
     const auto at = std::ranges::find(r.sequences, &sequence, [](const auto& s) { return s.get(); });
     check(at != r.sequences.end(), "request ", r.id, " has no such sequence to drop");
     if (sequence.cached) cache_.end(*sequence.cached);
+    if (!r.beams) r.ended_tokens += std::ssize(sequence.tokens) - prompt_n(r);
     r.sequences.erase(at);
 }
 

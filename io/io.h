@@ -65,6 +65,9 @@ auto uninterrupted(Call call) {
 void write_all(int fd, const void* data, size_t bytes, const std::string& path);
 int sync_to_disk(int fd);                             // fsync, which goes on after a signal; 0, or errno
 std::string read_text_file(const std::string& path);  // also from a pipe
+// The text of a file that is looked for in a folder. Error for a pipe or a device, which is not what is meant there:
+// the program would wait for somebody to write to it.
+std::string read_regular_file(const std::string& path);
 void write_text_file(const std::string& path, std::string_view text);  // atomically
 void make_folder(const std::string& path);                             // with parents; checks that it can be written to
 // Is there something? Error where it cannot be told, as in a folder that may not be entered, and for a link that leads

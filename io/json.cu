@@ -6,7 +6,6 @@
 // to read. JsonCpp's writer sorts the keys of an object, writes 0.1 as 0.10000000000000001, and all but ASCII as \uXXXX
 // or, with emitUTF8, also bytes that are not UTF-8 as they are: we write without it.
 #include "io/json.h"
-#include "io/list_folder.h"
 
 #include <json/reader.h>
 

@@ -1,5 +1,4 @@
-// io/list_folder.h: what is in a folder, the text of a file there, and which folder a file is in. Apart from io.h
-// because few files need it.
+// io/list_folder.h: what is in a folder, and which folder a file is in. Apart from io.h because few files need it.
 #pragma once
 
 #include <filesystem>
@@ -12,8 +11,5 @@ std::vector<std::filesystem::path> list_folder(const std::string& folder);
 // The same where a missing folder may be no mistake: `error` is what keeps it from being read to its end. An entry
 // knows whether it is a folder even where its path is too long to be opened.
 std::vector<std::filesystem::directory_entry> folder_entries(const std::string& folder, std::error_code& error);
-// The text of a file that is looked for in a folder. Error for a pipe or a device, which is not what is meant there:
-// the program would wait for somebody to write to it.
-std::string read_regular_file(const std::string& path);
 // The folder that a path lies in; "." where the path names none.
 std::string folder_of(const std::string& path);

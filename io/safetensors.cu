@@ -17,7 +17,6 @@
 #include <set>
 
 #include "io/json.h"
-#include "io/list_folder.h"
 
 static_assert(std::endian::native == std::endian::little, "safetensors data are little-endian");
 

@@ -901,6 +901,21 @@ TEST_CASE("a client that goes away frees its pages; too many clients are refused
     CHECK(second.read_until("data: ").find("data: ") != std::string::npos);  // it is the second one's turn
 }
 
+TEST_CASE("the tokens of a request's answers only become more, also when some have ended", "[program][server]") {
+    SKIP_WITHOUT_SERVER();
+    const Server server("--max-sequences 64 --cache-pages 4100");
+    json many = kLong;
+    many["n"] = 64, many["max_tokens"] = 1000, many["seed"] = 1, many["stop"] = "e";
+    Client client(server, http("POST", "/v1/completions", dumped(many)));
+    client.read_until("data: ");
+    int64_t n = 0;
+    for (json requests; !(requests = ask(server, http("GET", "/engine")).object()["requests"]).empty();) {
+        const auto before = std::exchange(n, as<int64_t>(requests[0]["answer_tokens"]));
+        CHECK(n >= before);
+    }
+    CHECK(n > 0);
+}
+
 TEST_CASE("the server says where it is as a URL has addresses", "[program][server]") {
     SKIP_WITHOUT_SERVER();
     sockaddr_in6 local{};

@@ -100,19 +100,6 @@ JsonText checksums_of_files(const std::string& folder) {
     return files;
 }
 
-// Error for what is wrong with the files that a run reads before it has a model.
-void check_texts(const std::string& folder) {
-    read_state(folder);
-    check(is_there(folder + "/config.json"), folder, " holds no config.json");
-    load_config(folder);
-    const Json::Value state = read_json_file(state_path(folder));
-    if (has(state, "config_checksum"))
-        check(required<std::string>(state, "config_checksum") == checksum_of_config(folder), folder,
-              "/config.json has changed since it was written: its checksum is different");
-    for (const std::filesystem::path& path : list_folder(folder))
-        if (path.extension() == ".json") read_json_file(path.string());  // tokenizer.json
-}
-
 // Says what is going to be read, where that takes seconds.
 void announce_reading(const std::string& folder) {
     double bytes = 0;
@@ -124,6 +111,19 @@ void announce_reading(const std::string& folder) {
     if (bytes < 0x1p30) return;
     std::printf("resume   reads %s of %s, to compare their checksums\n", human_bytes(bytes).c_str(), folder.c_str());
     std::fflush(stdout);
+}
+
+// Error for what is wrong with the files that a run reads before it has a model.
+void check_texts(const std::string& folder) {
+    read_state(folder);
+    check(is_there(folder + "/config.json"), folder, " holds no config.json");
+    load_config(folder);
+    const Json::Value state = read_json_file(state_path(folder));
+    if (has(state, "config_checksum"))
+        check(required<std::string>(state, "config_checksum") == checksum_of_config(folder), folder,
+              "/config.json has changed since it was written: its checksum is different");
+    for (const std::filesystem::path& path : list_folder(folder))
+        if (path.extension() == ".json") read_json_file(path.string());  // tokenizer.json
 }
 
 // The same for all files, byte by byte.

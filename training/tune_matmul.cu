@@ -17,7 +17,6 @@
 // The rehearsal is a step without an update: forward and backward of the first batch. Its results are overwritten when
 // the first step begins.
 #include "io/io.h"
-#include "io/list_folder.h"
 #include "layers/hopper_matmul.h"
 #include "training/training.h"
 
