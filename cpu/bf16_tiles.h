@@ -17,9 +17,9 @@
 // of their own.
 //
 // D is column-major, and a tile's rows are contiguous: so x is a tile of B (its columns are x's rows), y one of A, and
-// a tile of sums has 16 columns of D. It is loaded from D and stored there. The innermost loop keeps 2 x 2 tiles of
-// sums, and loads two tiles of A and two of B for four products, which take 64 cycles, the loads 32. The panels are
-// sgemm.h's.
+// a tile of sums has 16 columns of D. It is loaded from D and stored there for each panel of 384 k's. The innermost
+// loop keeps 2 x 2 tiles of sums, and loads two tiles of A and two of B for four products, which take 64 cycles, the
+// loads 32. The panels are sgemm.h's.
 #pragma once
 
 #include <vector>

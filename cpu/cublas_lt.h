@@ -121,6 +121,8 @@ void sgemm(const Matrix& a, const Matrix& b, int64_t rows, int64_t columns, int6
            float* d, int64_t ld, float* space);
 int64_t sgemm_space(int64_t columns, int64_t k);
 
-constexpr int64_t panel_k = 384;  // the sum over k is formed anew for each so many, and these parts are added in order
+// So many k's are packed together. Of floats the sum over k is formed anew for each, and these parts are added in
+// order (sgemm.h); of bf16_tiles.h's products it goes on.
+constexpr int64_t panel_k = 384;
 
 }  // namespace cuda_cpu
