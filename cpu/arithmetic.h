@@ -1,5 +1,5 @@
-// cpu/arithmetic.h: what sgemm.h, few_columns.h and bf16_tiles.h have in common: the Arithmetic of a product, and the
-// end of every sum.
+// cpu/arithmetic.h: what sgemm.h, few_columns.h and bf16_tiles.h have in common, the Arithmetic of a product; and, of
+// the first two, the end of every sum.
 #pragma once
 
 #include <bit>
